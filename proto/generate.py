@@ -191,11 +191,13 @@ class Queued(Message):
 
 
 class Working(Message):
-    """A worker has it: said on arrival, and at least each second while no token comes out."""
+    """A worker has it: said on arrival, when compute starts (then with `tokens_by_source`), and each second of silence."""
 
     kind: Literal["working"] = "working"
     worker_id: str
     prefilled_tokens: int = 0
+    # Known, and final, when compute starts: where the KV of each prompt token came from.
+    tokens_by_source: dict[Source, int] = Field(default_factory=dict)
 
 
 class TokensOut(Message):

@@ -86,6 +86,8 @@ class TurnClosed(Message):
 
     kind: Literal["turn_closed"] = "turn_closed"
     turn_id: Id
+    # Steps it had, generations and tool answers together: the place of its terminal event.
+    steps: int = 0
     finish_reason: FinishReason | None = None
     error: ErrorReply | None = None
     usage: Usage = Usage()

@@ -81,7 +81,8 @@ class TextDelta(Message):
     """New tokens of the answer. `pieces[i]` is the text that became final with `token_ids[i]` (may be empty).
 
     `offset` of the event's place is the number of tokens of this step after this delta, so the first token of the delta
-    has offset `place.offset - len(token_ids)`.
+    has offset `place.offset - len(token_ids)`. Text that was still held when a step ended (a half stop string) follows
+    at part 1 of the last offset, as one piece without a token.
     """
 
     kind: Literal["text"] = "text"
@@ -91,7 +92,7 @@ class TextDelta(Message):
 
 
 class ToolCalled(Message):
-    """A complete call. `run_here` says that Roost runs it; else the caller must."""
+    """A complete call, at part 2 + index of the last offset of its step. `run_here` says that Roost runs it; else the caller must."""
 
     kind: Literal["tool_call"] = "tool_call"
     index: int

@@ -30,7 +30,8 @@ from proto.errors import ErrorCode, ErrorReply, WireError
 from proto.message import decode, encode
 from proto.subjects import HEADER_ERROR, Bucket, Subject
 from shared import bus_streams
-from shared.bus_streams import KvBucket, LogEntry, WorkItem
+from shared.bus_streams import KvBucket, LogEntry
+from shared.bus_work import WorkItem, WorkPuller
 from shared.errors import SequenceConflict
 from shared.limits import (
     BODY_BYTES_MAX,
@@ -280,10 +281,10 @@ class Bus:
 
     async def work(
         self, subject: Subject, message_type: type[M], handler: Callable[[M, WorkItem], Awaitable[None]], *, limit: int
-    ) -> bus_streams.WorkPuller[M]:
+    ) -> WorkPuller[M]:
         """Take work, at most `limit` at once. An item is kept alive while its handler runs and acknowledged when it returns."""
         assert message_type is subject.message
-        puller = bus_streams.WorkPuller(self._client, subject, message_type, handler, limit)
+        puller = WorkPuller(self._client, subject, message_type, handler, limit)
         await puller.open()
         self.spawn(puller.run(self._spawned, lambda: self.reconnected))
         return puller

@@ -24,7 +24,7 @@ from proto.errors import ErrorCode, WireError
 from proto.message import decode
 from proto.subjects import BUCKETS, Bucket, Subject
 from shared.errors import SequenceConflict
-from shared.limits import SESSION_RECORDS_MAX, TURN_ACK_WAIT_S, TURN_DELIVERIES_MAX
+from shared.limits import SESSION_RECORDS_MAX
 from shared.log import get_logger
 from shared.streams import STREAMS, Stream, stream_of
 
@@ -35,15 +35,12 @@ WRONG_LAST_SEQUENCE: Final = 10071
 STREAM_FULL: Final = frozenset({10047, 10077, 10122})
 
 PUBLISH_TIMEOUT_S: Final = 5.0
-FETCH_S: Final = 15.0
 # Silence that ends one try of a read; a try is lost when the connection dies under it, so there are several.
 READ_TIMEOUT_S: Final = 2.0
 READ_TRIES: Final = 3
 READ_BATCH: Final = 1_024
 READ_BATCH_BYTES: Final = 8 * 1024 * 1024
 DUPLICATE_WINDOW_S: Final = 120.0
-# Waiting pulls a consumer may have: more loop replicas than anyone runs on one NATS.
-WAITING_PULLS_MAX: Final = 512
 
 log = get_logger()
 
@@ -116,35 +113,35 @@ class KvBucket:
     async def get(self, key: str) -> tuple[bytes, int] | None:
         """Value and revision, None if the key is not there."""
         try:
-            entry = await _translated(self._store.get(key), self.bucket.name)
+            entry = await translated(self._store.get(key), self.bucket.name)
         except nats.js.errors.KeyNotFoundError:
             return None
         return entry.value or b"", entry.revision or 0
 
     async def put(self, key: str, value: bytes) -> int:
         """Set it, whatever was there. Returns the revision."""
-        return int(await _translated(self._store.put(key, value), self.bucket.name))
+        return int(await translated(self._store.put(key, value), self.bucket.name))
 
     async def create(self, key: str, value: bytes) -> int | None:
         """Set it if it is not there. Returns the revision, None if it is."""
         try:
-            return int(await _translated(self._store.create(key, value), self.bucket.name))
+            return int(await translated(self._store.create(key, value), self.bucket.name))
         except nats.js.errors.KeyWrongLastSequenceError:
             return None
 
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
         """Set it if `revision` is still its revision. Returns the new one, None if it is not."""
         try:
-            return int(await _translated(self._store.update(key, value, last=revision), self.bucket.name))
+            return int(await translated(self._store.update(key, value, last=revision), self.bucket.name))
         except nats.js.errors.KeyWrongLastSequenceError:
             return None
 
     async def delete(self, key: str) -> None:
         """Remove it."""
-        await _translated(self._store.delete(key), self.bucket.name)
+        await translated(self._store.delete(key), self.bucket.name)
 
 
-async def _translated(call: Awaitable[Any], what: str) -> Any:
+async def translated(call: Awaitable[Any], what: str) -> Any:
     """Run a JetStream call; an absent server or a time-out becomes UNAVAILABLE, meaningful API errors pass through."""
     try:
         return await call
@@ -163,7 +160,7 @@ async def enqueue(client: Client, subject: Subject, body: bytes, dedup_id: str) 
         subject.at(), body, timeout=PUBLISH_TIMEOUT_S, stream=stream_of(subject).name, headers=headers
     )
     try:
-        await _translated(publish, subject.name)
+        await translated(publish, subject.name)
     except nats.js.errors.APIError as refused:
         raise _refusal(refused, subject) from refused
 
@@ -175,7 +172,7 @@ async def append(client: Client, subject: Subject, address: str, body: bytes, ex
         address, body, timeout=PUBLISH_TIMEOUT_S, stream=stream_of(subject).name, headers=headers
     )
     try:
-        acknowledged = await _translated(publish, subject.name)
+        acknowledged = await translated(publish, subject.name)
     except nats.js.errors.APIError as refused:
         if refused.err_code == WRONG_LAST_SEQUENCE and expected is not None:
             raise SequenceConflict(address, expected) from refused
@@ -292,145 +289,3 @@ async def _first_of(*waits: Any) -> None:
     finally:
         for task in tasks:
             task.cancel()
-
-
-class WorkItem:
-    """One delivery of one work message. The handler may hand it back with `later`; else returning acknowledges it."""
-
-    def __init__(self, message: Msg) -> None:
-        self._message = message
-        self.delivery: int = message.metadata.num_delivered or 1
-        self.is_settled = False
-
-    async def keep(self) -> None:
-        """Say that the work goes on, so that nobody else gets it."""
-        await self._message.in_progress()
-
-    async def later(self, delay_s: float) -> None:
-        """Hand it back; it is delivered again after the delay."""
-        if not self.is_settled:
-            self.is_settled = True
-            await self._message.nak(delay=delay_s)
-
-    async def done(self) -> None:
-        """Remove it from the queue."""
-        if not self.is_settled:
-            self.is_settled = True
-            await self._message.ack()
-
-    async def drop(self) -> None:
-        """Remove it as not workable."""
-        if not self.is_settled:
-            self.is_settled = True
-            await self._message.term()
-
-
-class WorkPuller(Generic[M]):
-    """Pulls work from a queue, never more than `limit` items at once, and stops when told to."""
-
-    def __init__(
-        self,
-        client: Client,
-        subject: Subject,
-        message_type: type[M],
-        handler: Callable[[M, WorkItem], Awaitable[None]],
-        limit: int,
-    ) -> None:
-        self._client, self._subject, self._type, self._handler = client, subject, message_type, handler
-        self._room = asyncio.Semaphore(limit)
-        self._stopped = asyncio.Event()
-        self._pull: Any = None
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._running = 0
-
-    async def open(self) -> None:
-        """Make the consumer; all pullers of a subject share it."""
-        stream = stream_of(self._subject).name
-        config = api.ConsumerConfig(
-            durable_name="workers",
-            ack_policy=api.AckPolicy.EXPLICIT,
-            ack_wait=TURN_ACK_WAIT_S,
-            max_deliver=TURN_DELIVERIES_MAX,
-            max_ack_pending=-1,
-            max_waiting=WAITING_PULLS_MAX,
-            filter_subject=self._subject.wildcard,
-        )
-        context = self._client.jetstream()
-        self._pull = await _translated(
-            context.pull_subscribe(self._subject.wildcard, durable="workers", stream=stream, config=config), stream
-        )
-
-    async def run(self, spawn: Callable[[Any], None], reconnected: Callable[[], asyncio.Event]) -> None:
-        """Until `stop`: take an item when there is room, and run the handler beside."""
-        while not self._stopped.is_set():
-            await self._room.acquire()
-            message = await self._fetch(reconnected())
-            if message is None:
-                self._room.release()
-                continue
-            self._running += 1
-            self._idle.clear()
-            spawn(self._handle(message))
-        # Without interest in its inbox the server forgets the pull that may still wait there.
-        await self._pull.unsubscribe()
-
-    async def _fetch(self, reconnected: asyncio.Event) -> Msg | None:
-        """The next message, None if none came in time, the server went away, or `stop` was called."""
-        fetch = asyncio.ensure_future(self._pull.fetch(1, timeout=FETCH_S))
-        others = [asyncio.ensure_future(self._stopped.wait()), asyncio.ensure_future(reconnected.wait())]
-        try:
-            await asyncio.wait([fetch, *others], return_when=asyncio.FIRST_COMPLETED)
-            if not fetch.done():
-                return None
-            messages: list[Msg] = fetch.result()
-            return messages[0] if messages else None
-        except (TimeoutError, nats.errors.TimeoutError):
-            return None
-        except (nats.errors.Error, nats.js.errors.APIError) as failed:
-            log.warning("fetch_failed", subject=self._subject.name, error=repr(failed))
-            await asyncio.sleep(0.5)
-            return None
-        finally:
-            for task in (fetch, *others):
-                task.cancel()
-
-    async def _handle(self, message: Msg) -> None:
-        item = WorkItem(message)
-        keeper = asyncio.ensure_future(self._keep(item))
-        try:
-            try:
-                work = decode(message.data, self._type)
-            except WireError as invalid:
-                log.error("invalid_work", subject=self._subject.name, error=str(invalid))
-                await item.drop()
-                return
-            await self._handler(work, item)
-            await item.done()
-        except (TimeoutError, nats.errors.Error) as away:
-            # Not acknowledged, so it is delivered again; handlers are idempotent.
-            log.warning("work_not_settled", subject=self._subject.name, error=repr(away))
-        finally:
-            keeper.cancel()
-            self._running -= 1
-            self._room.release()
-            if self._running == 0:
-                self._idle.set()
-
-    async def _keep(self, item: WorkItem) -> None:
-        while True:
-            await asyncio.sleep(TURN_ACK_WAIT_S / 3)
-            if item.is_settled:
-                return
-            try:
-                await item.keep()
-            except nats.errors.Error as away:
-                log.warning("work_not_kept", subject=self._subject.name, error=repr(away))
-
-    async def stop(self) -> None:
-        """Take nothing more."""
-        self._stopped.set()
-
-    async def idle(self) -> None:
-        """Wait until no handler runs."""
-        await self._idle.wait()

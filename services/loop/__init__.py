@@ -1,0 +1,1 @@
+"""The agent's control loop and its memory as tokens."""
