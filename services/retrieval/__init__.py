@@ -1,0 +1,1 @@
+"""External memory: documents, embeddings, search. Never touches KV."""
