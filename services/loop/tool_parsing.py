@@ -46,6 +46,7 @@ class ToolCallParser:
         # Without tools nothing is markup: an answer that explains the call format is content (F-TCP-06).
         self._parser = ResponseParser(HERMES, prefix="") if expects_calls else None
         self._count = 0
+        self._is_after_call = False
         # White space after a call that was not shown yet.
         self._blank = ""
 
@@ -68,17 +69,18 @@ class ToolCallParser:
             if event["field"] == "content" and event["type"] == "region_chunk":
                 shown += self._shown(event["text"])
             elif event["field"] == "tool_calls" and event["type"] == "region_close":
-                self._blank = ""
+                self._is_after_call, self._blank = True, ""
                 calls.append(self._call(event["value"]))
         return Parsed(shown, tuple(calls))
 
     def _shown(self, text: str) -> str:
-        """After a call, blanks wait for the text that gives them a meaning, however the stream was cut."""
-        if self._count == 0:
+        """Right after a call, blanks wait for the text that gives them a meaning, however the stream was cut."""
+        if not self._is_after_call:
             return text
         self._blank += text
         if not self._blank.strip():
             return ""
+        self._is_after_call = False
         shown, self._blank = self._blank, ""
         return shown
 
