@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shared.bus import Bus
-from shared.settings import ENV_PREFIX, RoostSettings
+from shared.model_dir import models_home
+from shared.settings import DEFAULT_MODEL, ENV_PREFIX, RoostSettings
 from tests.nats_server import NatsServer
 
 
@@ -19,6 +20,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(ENV_PREFIX) or name in ("NATS_URL", "NATS_SERVER"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """Folder with the default model, converted by whoever comes first; `scripts/up` uses the same one."""
+    # Local: only the tests that need weights pay for torch.
+    from shared.engine.convert import ensure_model
+
+    home = Path(os.environ.get("ROOST_TEST_HOME", RoostSettings.model_fields["home"].default)).expanduser().resolve()
+    ensure_model(DEFAULT_MODEL, home)
+    return models_home(home)
 
 
 @pytest.fixture

@@ -52,6 +52,12 @@ class NatsServer:
                 time.sleep(0.02)
         raise AssertionError("nats-server did not start")
 
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """kill -9: no goodbye."""
         self._end(signal.SIGKILL)

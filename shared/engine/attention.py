@@ -1,0 +1,155 @@
+"""Paged attention as a transformers attention function: writes K and V into the pool, reads them back by block.
+
+A step is a ragged batch: the chunks of all sequences lie behind each other in the token dimension of batch row 0. Every
+linear layer sees one long row; only attention takes it apart. What a chunk may see comes from its place in the step,
+never from a mask of transformers, so the mask function that is registered beside it returns None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from shared.engine.batch import Chunk
+from shared.engine.kv_pool import KvPool
+
+IMPLEMENTATION: Final = "roost_paged"
+# Keyword of model(...) by which a step travels to the attention function.
+STEP_KEYWORD: Final = "roost_step"
+# Arguments of some models' attention that would change the result and that we do not do.
+_REFUSED: Final = ("s_aux", "position_bias", "head_mask", "cache")
+
+
+@dataclass(slots=True)
+class Span:
+    """One chunk in the ragged batch: token rows [begin, end) of the step, of a sequence that has `context` tokens then."""
+
+    begin: int
+    end: int
+    context: int
+    read_rows: torch.Tensor
+    # Additive masks by sliding window, made once per step and not once per layer.
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[chunk, context] of 0 and -inf: token i sees itself, those before it, and no further back than the window."""
+        if window not in self.masks:
+            last = torch.arange(self.context - (self.end - self.begin), self.context)[:, None]
+            position = torch.arange(self.context)[None, :]
+            hidden = position > last
+            if window is not None:
+                hidden |= position <= last - window
+            self.masks[window] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return self.masks[window]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the attention function needs to know of one forward pass."""
+
+    pool: KvPool
+    write_rows: torch.Tensor
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, pool: KvPool, chunks: Sequence[Chunk]) -> Step:
+        """Row numbers for all chunks, made from whole lists of blocks."""
+        spans, blocks, offsets = [], [], []
+        begin = 0
+        for chunk in chunks:
+            context = chunk.start + chunk.count
+            used = torch.tensor(chunk.sequence.blocks[: -(-context // pool.block_tokens)])
+            positions = torch.arange(chunk.start, context)
+            blocks.append(used[positions // pool.block_tokens])
+            offsets.append(positions % pool.block_tokens)
+            spans.append(Span(begin, begin + chunk.count, context, pool.read_rows(used)))
+            begin += chunk.count
+        return cls(pool, pool.write_rows(torch.cat(blocks), torch.cat(offsets)), tuple(spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a layer asks for beside plain attention."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+
+
+def paged_attention(  # noqa: PLR0913 - the signature is transformers'
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer: query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim], all after rotation.
+
+    Answers [1, tokens, heads, dim]. Raises ValueError naming an argument that would be passed over.
+    """
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise ValueError(f"paged attention does not support {name}")
+    if attention_mask is not None or others.get("dropout") or others.get("is_causal") is False:
+        raise ValueError("paged attention is causal, without dropout and without masks from outside")
+    step: Step = others[STEP_KEYWORD]
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    step.pool.write(layer, step.write_rows, key, value)
+    scoring = Scoring(scaling, sliding_window, softcap)
+    parts = []
+    for span in step.spans:
+        keys, values = step.pool.gather(layer, span.read_rows)
+        keys, values = keys[:, :, : span.context], values[:, :, : span.context]
+        rows = query[:, :, span.begin : span.end]
+        parts.append(_attend(rows, keys, values, span, scoring))
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return joined.transpose(1, 2), None
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scoring: Scoring) -> torch.Tensor:
+    """Attention of one sequence's chunk [1, heads, chunk, dim] over its whole context [1, kv_heads, context, dim]."""
+    window = scoring.window if scoring.window is not None and scoring.window < span.context else None
+    single = span.end - span.begin == 1
+    whole = span.end - span.begin == span.context
+    if scoring.softcap is None and window is None and (whole or single):
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=not single, scale=scoring.scaling, enable_gqa=True
+        )
+    mask = span.mask(window, query.dtype)
+    if scoring.softcap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scoring.scaling, enable_gqa=True)
+    return _attend_capped(query, key, value, mask, scoring)
+
+
+def _attend_capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """The same with scores squeezed into (-softcap, softcap), which the fused kernel cannot do."""
+    assert scoring.softcap is not None
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
+    scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
+    scores = torch.tanh(scores / scoring.softcap) * scoring.softcap + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights @ value.repeat_interleave(groups, dim=1)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """transformers asks for a mask; we need none. Without this entry other implementations would lose theirs silently."""
+
+
+def register() -> None:
+    """Make `attn_implementation="roost_paged"` known to transformers. May be called again."""
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
