@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ErrorCode(StrEnum):
-    """Why a request was refused or failed. The gateway maps each to one HTTP status (services/gateway/openai.py)."""
+    """Why a request was refused or failed. The gateway maps each to one HTTP status (services/gateway/http_errors.py)."""
 
     # The caller can mend these.
     BAD_MESSAGE = "bad_message"  # not decodable, or a field is wrong

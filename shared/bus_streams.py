@@ -142,7 +142,7 @@ class KvBucket:
 
 
 async def translated(call: Awaitable[Any], what: str) -> Any:
-    """Run a JetStream call; an absent server or a time-out becomes UNAVAILABLE, meaningful API errors pass through."""
+    """Run a JetStream call. An absent server or a time-out becomes UNAVAILABLE, full OVERLOADED; other API errors pass."""
     try:
         return await call
     except (TimeoutError, nats.errors.TimeoutError, nats.errors.NoRespondersError) as late:
@@ -150,6 +150,9 @@ async def translated(call: Awaitable[Any], what: str) -> Any:
     except (nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as away:
         raise WireError(ErrorCode.UNAVAILABLE, "NATS is away", retry_after_s=1.0) from away
     except (nats.js.errors.ServiceUnavailableError, nats.js.errors.NoStreamResponseError) as down:
+        # A full stream is answered with status 503 too.
+        if isinstance(down, nats.js.errors.APIError) and down.err_code in STREAM_FULL:
+            raise WireError(ErrorCode.OVERLOADED, f"{what} is full", retry_after_s=2.0) from down
         raise WireError(ErrorCode.UNAVAILABLE, f"JetStream is not available for {what}", retry_after_s=1.0) from down
 
 
