@@ -92,7 +92,7 @@ class TextDelta(Message):
 
 
 class ToolCalled(Message):
-    """A complete call, at part 2 + index of the last offset of its step. `run_here` says that Roost runs it; else the caller must."""
+    """A complete call, at part 2 + index of the last offset of its step. `run_here`: Roost runs it; else the caller must."""
 
     kind: Literal["tool_call"] = "tool_call"
     index: int
