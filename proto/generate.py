@@ -191,12 +191,13 @@ class Queued(Message):
 
 
 class Working(Message):
-    """A worker has it: said on arrival, when compute starts (then with `tokens_by_source`), and each second of silence."""
+    """A worker has it: on arrival, when compute starts, when the prompt is done (then with its sources), each silent second."""
 
     kind: Literal["working"] = "working"
     worker_id: str
     prefilled_tokens: int = 0
-    # Known, and final, when compute starts: where the KV of each prompt token came from.
+    # Known, and final, when the prompt is done: where the KV of each of its tokens came from. Until then prompts that share
+    # a prefix may still find blocks that the others have just computed.
     tokens_by_source: dict[Source, int] = Field(default_factory=dict)
 
 

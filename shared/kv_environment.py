@@ -65,7 +65,15 @@ def may_map(folder: Path, token: str) -> bool:
 def open_for_reading(folder: Path) -> lmdb.Environment:
     """The environment, mapped read-only. Raises lmdb.Error or OSError."""
     return lmdb.open(
-        str(folder), readonly=True, lock=True, create=False, max_readers=READERS_MAX, max_spare_txns=2, readahead=False
+        str(folder),
+        # As large as the shard made it; the library's own choice is what is in use now, which the shard soon outgrows.
+        map_size=0,
+        readonly=True,
+        lock=True,
+        create=False,
+        max_readers=READERS_MAX,
+        max_spare_txns=2,
+        readahead=False,
     )
 
 

@@ -1,0 +1,1 @@
+"""What prefill and decode share: one pure core and one shell."""
