@@ -230,7 +230,8 @@ async def test_a_full_tier_evicts_tails_before_heads(
             for blocks in chains:
                 await put(kv, blocks)
             lengths = [len((await fetched(kv, blocks))[0]) for blocks in chains]
-            assert 20 <= sum(lengths) <= 40
+            # Each tier evicts by itself, so together they may hold more than one of them.
+            assert 20 <= sum(lengths) <= 80
             assert lengths[-1] == 10, "the newest chain is whole"
             await until(lambda: count(shard, Tier.NVME) <= 40 and count(shard, Tier.RAM) <= 40)
     finally:
