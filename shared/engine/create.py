@@ -30,6 +30,18 @@ def create_engine(kind: EngineKind, model: ModelDirectory, options: EngineOption
             grammars = GrammarCompiler(
                 model.tokenizer_path, vocab_size=sim.vocab_size, eos_token_ids=model.eos_token_ids
             )
-            return SimEngine(sim, grammars=grammars, sleep=time.sleep)
+            return SimEngine(sim, grammars=grammars, sleep=_Pace(), clock=time.perf_counter)
         case _:
             assert_never(kind)
+
+
+class _Pace:
+    """Sleeps; what the system overslept is taken off the next time, so that steps take on average what they say."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        began, wanted_s = time.monotonic(), seconds - self._late_s
+        time.sleep(max(wanted_s, 0.0))
+        self._late_s = time.monotonic() - began - wanted_s

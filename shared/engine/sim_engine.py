@@ -96,8 +96,10 @@ def sim_number(tokens: Sequence[int], *, seed: int) -> int:
 class SimBackend:
     """Implements paged_engine.Backend. Owns the bodies and a clock that only steps move."""
 
-    def __init__(self, options: SimOptions, info: EngineInfo) -> None:
+    def __init__(self, options: SimOptions, info: EngineInfo, sleep: Callable[[float], None] | None = None) -> None:
         self._options = options
+        self._sleep = sleep
+        self._slept_s = 0.0
         self._size_bytes = info.block_bytes
         self._bodies: dict[int, bytes] = {}
         # Loaded blocks that no sequence has looked at yet, and those that turned out not to be what their key says.
@@ -125,6 +127,10 @@ class SimBackend:
         self.now_s += self._seconds(chunks)
         for chunk in chunks:
             self._fill(chunk)
+        if self._sleep is not None:
+            # Also for the loads since the last step.
+            self._sleep(self.now_s - self._slept_s)
+            self._slept_s = self.now_s
         return [self._choose(chunk.sequence) if chunk.chooses else None for chunk in chunks]
 
     def _seconds(self, chunks: Sequence[Chunk]) -> float:
@@ -195,7 +201,10 @@ class SimBackend:
 
 
 class SimEngine(PagedEngine):
-    """Implements protocol.Engine. With `sleep` a step takes the time it says; without, it only says it."""
+    """Implements protocol.Engine. With `sleep` a step takes the time it says; without, it only says it.
+
+    With a real `clock` beside, what is reported is measured, as by an engine that computes.
+    """
 
     def __init__(
         self,
@@ -203,20 +212,18 @@ class SimEngine(PagedEngine):
         *,
         grammars: GrammarSource | None = None,
         sleep: Callable[[float], None] | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         info = options.info()
-        self._sim = SimBackend(options, info)
-        self._sleep = sleep
+        self._sim = SimBackend(options, info, sleep)
         # Seconds that the last step, with the loads since the one before, would have taken.
         self.last_step_s = 0.0
         self._told_s = 0.0
-        super().__init__(info, self._sim, clock=self._sim.clock, budget=options.budget, grammars=grammars)
+        super().__init__(info, self._sim, clock=clock or self._sim.clock, budget=options.budget, grammars=grammars)
 
     def step(self) -> list[EngineEvent]:
         """See Engine."""
         events = super().step()
         self.last_step_s = self._sim.now_s - self._told_s
         self._told_s = self._sim.now_s
-        if self._sleep is not None and self.last_step_s > 0:
-            self._sleep(self.last_step_s)
         return events

@@ -1,0 +1,214 @@
+"""What a turn costs beside the model, and how much of its prompt is found in caches.
+
+    scripts/bench_turn                  bus and loop overhead of a turn, `sim` engine; idle CPU, memory, seconds to ready
+    scripts/bench_turn --real           cached share of prompts, real model: `residency` beside `round_robin`, same load
+    scripts/bench_turn [--real] --quick the same with fewer repetitions
+    ... --json                          one JSON object on the last line
+
+Every run starts a system of its own on loopback and ends it.
+
+    overhead       = time of the turn at the client - (queue + load + prefill + decode) of its receipt
+    reusable       = prompt tokens of a turn that lie in full blocks of the session's earlier tokens, or of the shared beginning
+    cached share   = prompt tokens reported as cached / reusable, over all turns but the very first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from shared.engine.convert import ensure_model
+from shared.model_dir import models_home
+from shared.settings import DEFAULT_MODEL, RoostSettings
+from tests.e2e.client import Session
+from tests.e2e.system import System
+
+BLOCK_TOKENS = 16
+SESSIONS, TURNS, WORKERS = 8, 5, 2
+# What every session of an agent begins with.
+SYSTEM_PROMPT = (
+    "You are a careful assistant of a small workshop that repairs bicycles. You answer in one or two short sentences. "
+    "The workshop is open from nine to five on weekdays. Repairs are paid when the bicycle is taken home. "
+) * 4
+QUESTIONS = (
+    "My front brake squeaks. What should I look at first?",
+    "How often should I oil the chain?",
+    "The rear tyre loses air over night. Is it the valve?",
+    "Can I ride with a bent wheel for a week?",
+    "What does a new saddle cost?",
+)
+
+console = Console(stderr=True)
+
+
+@dataclass(slots=True)
+class Results:
+    """What goes into the JSON object."""
+
+    checks: dict[str, float | None] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def overhead(models: Path, turns: int, results: Results) -> None:
+    """One client, one turn after the other, against simulated workers with the price of a small model."""
+    with tempfile.TemporaryDirectory() as folder:
+        with System(Path(folder), models, {"ROOST_WORKER_ENGINE": "sim"}) as system:
+            began = time.monotonic()
+            system.start()
+            results.rows["ready_s"] = round(time.monotonic() - began, 2)
+            session = Session(system.url, system=SYSTEM_PROMPT)
+            rows: list[dict[str, float]] = []
+            for number in track(range(turns + 5), "turns", console=console, transient=True):
+                sent_at = time.perf_counter()
+                answer = session.turn(QUESTIONS[number % len(QUESTIONS)], max_tokens=16, ignore_eos=True)
+                total_s = time.perf_counter() - sent_at
+                seconds = answer.done["receipt"]["seconds"]
+                model_s = seconds["queue"] + seconds["load"] + seconds["prefill"] + seconds["decode"]
+                rows.append({"total_ms": total_s * 1000, "overhead_ms": (total_s - model_s) * 1000})
+                if number % 20 == 19:
+                    session = Session(system.url, system=SYSTEM_PROMPT)
+            rows = rows[5:]
+            results.rows["turns"] = rows
+            spent = [row["overhead_ms"] for row in rows]
+            results.checks["turn_overhead_ms_p50"] = round(statistics.median(spent), 2)
+            results.rows["turn_overhead_ms_p95"] = round(percentile(spent, 0.95), 2)
+            idle(system, results)
+
+
+def idle(system: System, results: Results, seconds: float = 10.0) -> None:
+    """CPU of all processes together while nothing happens, and memory of each."""
+    processes = {name: psutil.Process(process.pid) for name, process in system.processes.items()}
+    processes["nats-server"] = psutil.Process(system.nats.pid)
+    time.sleep(2.0)
+    before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+    time.sleep(seconds)
+    used = {name: sum(process.cpu_times()[:2]) - before[name] for name, process in processes.items()}
+    results.rows["idle_cpu_percent"] = round(100 * sum(used.values()) / seconds, 2)
+    results.rows["idle_cpu_percent_by_process"] = {name: round(100 * s / seconds, 2) for name, s in used.items()}
+    results.rows["memory_mb"] = {name: process.memory_info().rss // 2**20 for name, process in processes.items()}
+
+
+def cached_share(models: Path, policy: str, turns: int, results: Results) -> None:
+    """Eight sessions talk at once; their prompts share the system prompt. Two decode workers with the real model."""
+    # The policy alone is to be seen, so nothing but the workers' own pools may serve a prefix, and no worker only prefills.
+    settings = {"ROOST_ROUTER_POLICY": policy, "ROOST_WORKER_THREADS": "1", "ROOST_WORKER_POOL_BYTES": str(768 << 20)}
+    with tempfile.TemporaryDirectory() as folder:
+        with System(Path(folder), models, settings) as system:
+            services = ("router", "loop", "decode", "tools", "retrieval", "gateway")
+            system.add("decode", 1)
+            system.start(services[:3])
+            system["decode-1"].start()
+            for name in services[3:]:
+                system.add(name).start()
+            system.wait_ready()
+            with ThreadPoolExecutor(SESSIONS) as pool:
+                talks = list(pool.map(lambda number: talk(system.url, number, turns), range(SESSIONS)))
+    rows = [row for talked in talks for row in talked]
+    rows.sort(key=lambda row: row["started_at"])
+    # The very first prompt of all is new to everyone.
+    cached, reusable = sum(row["cached"] for row in rows[1:]), sum(row["reusable"] for row in rows[1:])
+    results.checks[f"cached_share_{policy}"] = round(cached / reusable, 4)
+    results.rows[policy] = rows
+
+
+def talk(url: str, number: int, turns: int) -> list[dict[str, Any]]:
+    session = Session(url, system=SYSTEM_PROMPT)
+    rows: list[dict[str, Any]] = []
+    known = 0
+    for turn in range(turns):
+        started_at = time.time()
+        answer = session.turn(QUESTIONS[(number + turn) % len(QUESTIONS)], max_tokens=24)
+        usage = answer.done["usage"]
+        rows.append(
+            {
+                "session": number,
+                "turn": turn,
+                "started_at": started_at,
+                "worker": answer.done["receipt"]["steps"][0]["worker_id"],
+                "prompt": usage["prompt_tokens"],
+                "cached": answer.cached_tokens,
+                # Only of its own session: what the first turn shares with other sessions depends on who came first.
+                "reusable": known // BLOCK_TOKENS * BLOCK_TOKENS,
+                "seconds": round(time.time() - started_at, 3),
+            }
+        )
+        # The KV of an answer's last token is never computed.
+        known = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+    return rows
+
+
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def show(results: Results) -> None:
+    table = Table("check", "value")
+    for name, value in results.checks.items():
+        table.add_row(name, str(value))
+    for name in ("ready_s", "turn_overhead_ms_p95", "idle_cpu_percent", "memory_mb"):
+        if name in results.rows:
+            table.add_row(name, str(results.rows[name]))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", action="store_true", help="cached share with the real model")
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    arguments = parser.parse_args()
+    home = RoostSettings().home_path
+    ensure_model(DEFAULT_MODEL, home)
+    results = Results()
+    if arguments.real:
+        for policy in ("residency", "round_robin"):
+            with console.status(f"{SESSIONS} sessions, {WORKERS} decode workers, {policy}"):
+                cached_share(models_home(home), policy, 3 if arguments.quick else TURNS, results)
+    else:
+        overhead(models_home(home), 30 if arguments.quick else 200, results)
+    show(results)
+    if arguments.json:
+        whole = {
+            "checks": results.checks,
+            "hardware": f"{cpu_name()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB",
+            "commit": commit(),
+            "command": " ".join(["scripts/bench_turn", *sys.argv[1:]]),
+            "notes": results.notes,
+            "rows": results.rows,
+        }
+        print(json.dumps(whole))
+
+
+if __name__ == "__main__":
+    main()
