@@ -19,9 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make_system(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeSystem]:
-    """Make systems that are stopped at the end of the module."""
+    """Make systems that are stopped at the end of the run."""
     made: list[System] = []
 
     def make(**settings: str) -> System:
@@ -33,7 +33,7 @@ def make_system(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         system.__exit__(None, None, None)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def system(make_system: MakeSystem) -> System:
     """One of each service with the real model. Tests leave it whole: whom they kill they start again."""
     whole = make_system()
