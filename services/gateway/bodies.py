@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from proto.errors import ErrorCode, WireError
 
@@ -41,14 +42,14 @@ def parse_body(data: bytes, kind: type[B]) -> B:
 
 
 def _first_fault(invalid: ValidationError, data: bytes) -> tuple[str, str]:
-    errors = invalid.errors(include_url=False, include_input=False, include_context=False)
+    errors = invalid.errors(include_url=False, include_input=False)
     if errors[0]["type"] == "json_invalid":
         return "body", f"the body is not JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}"
     parsed = pydantic_core.from_json(data)
     # Of the faults of a union's members, the one that got furthest is the one the caller meant.
     paths = [field_path(error["loc"], parsed, is_missing=error["type"] == "missing") for error in errors]
     best = max(range(len(errors)), key=lambda index: (len(paths[index]), -index))
-    same = dict.fromkeys(error["msg"] for error, path in zip(errors, paths, strict=True) if path == paths[best])
+    same = dict.fromkeys(_words(error) for error, path in zip(errors, paths, strict=True) if path == paths[best])
     return ".".join(map(str, paths[best])) or "body", "; or: ".join(list(same)[:3])
 
 
@@ -65,6 +66,18 @@ def field_path(location: Sequence[int | str], parsed: Any, *, is_missing: bool) 
             continue
         path.append(part)
     return path
+
+
+def _words(error: ErrorDetails) -> str:
+    """What is wrong, without the names of our types."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "too_short":
+            return f"at least {context['min_length']} needed, there are {context['actual_length']}"
+        case "too_long":
+            return f"at most {context['max_length']} allowed, there are more"
+        case _:
+            return error["msg"]
 
 
 def unknown_fields(value: Any, prefix: str = "") -> list[str]:
