@@ -1,0 +1,1 @@
+"""The `roost` command: a supervisor that runs all services on one machine, and a terminal client."""
