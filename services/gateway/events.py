@@ -12,7 +12,8 @@ A reader is *settled* while each live event is known to follow what was delivere
 before the turn was asked for. It is unsettled by a hole, a lost connection or an overflow, and by joining a turn that runs.
 Then live events are held until the trail was read up to the first of them, which proves that nothing lies between.
 
-The terminal event is delivered wherever its place is: nothing follows it. Its id in a stream ends in `END_PART`, so that
+The terminal event is delivered wherever its place is: nothing follows it. If by its receipt tokens are missing before it (live
+events were lost and no later one showed the hole), the trail is read first. Its id in a stream ends in `END_PART`, so that
 a client that comes back with it is known to have everything.
 """
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from proto.errors import ErrorCode, ErrorReply
-from proto.turns import BEFORE_EVERYTHING, Place, TextDelta, ToolCalled, TurnEvent, TurnFailed
+from proto.turns import BEFORE_EVERYTHING, Place, TextDelta, ToolCalled, TurnDone, TurnEvent, TurnFailed
 
 TRAIL_PAGE: Final = 256
 # The trail lags the live events by about a millisecond; each further try waits twice as long.
@@ -129,6 +130,7 @@ class TurnReader:
         # When a read of the trail first left held events unexplained; starts again with each event that it brings.
         self._unproven_since: float | None = None
         self._is_lost = False
+        self._end_was_doubted = False
         self._heard_at = now
         if after is not None and after.part == END_PART:
             self._ended = Ended(by_loop=True)
@@ -290,7 +292,7 @@ class TurnReader:
 
     def _take_held(self, now: float) -> None:
         while self._held and self._ended is None:
-            if self._is_beyond(self._held[0]):
+            if self._is_beyond(self._held[0]) or self._is_doubtful_end(self._held[0]):
                 self._unsettle(now)
                 return
             event = self._held.popleft()
@@ -309,6 +311,15 @@ class TurnReader:
                 return event.offset > known
             case _:
                 return False
+
+    def _is_doubtful_end(self, event: TurnEvent) -> bool:
+        """The end came, and by its receipt tokens are missing: the trail is asked, once."""
+        if self._end_was_doubted or not isinstance(event.body, TurnDone) or not event.body.receipt.steps:
+            return False
+        last = event.body.receipt.steps[-1]
+        known = self.seen.offset if self.seen.step == last.step else 0
+        self._end_was_doubted = self.seen.step <= last.step and known < last.generated_tokens
+        return self._end_was_doubted
 
     def _take(self, event: TurnEvent) -> None:
         """Make it ready to be delivered: whole, trimmed, or not at all."""

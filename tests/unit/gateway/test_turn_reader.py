@@ -9,7 +9,7 @@ import pytest
 
 from proto.chat import FinishReason, ToolCall
 from proto.errors import ErrorCode
-from proto.receipt import Receipt, Usage
+from proto.receipt import Receipt, StepReceipt, Usage
 from proto.turns import BEFORE_EVERYTHING, Place, TextDelta, ToolCalled, TurnBody, TurnDone, TurnEvent, TurnFailed
 from proto.turns import TurnStarted as Started
 from services.gateway.events import (
@@ -120,6 +120,26 @@ def test_events_in_order_go_straight_through_without_reading_the_trail() -> None
     drive = Drive().hear(STARTED, text(0, 1), text(1, 3), call(0, 3), DONE).settle()
     assert drive.ids == ["0.0.0", "0.1.0", "0.3.0", "0.3.2", f"9.0.{END_PART}"]
     assert drive.ended == Ended(by_loop=True) and drive.reads == 0
+
+
+def test_the_last_token_lost_on_its_way_is_read_from_the_trail() -> None:
+    """No later text shows the hole, but the receipt at the end counts one token more."""
+    steps = (StepReceipt(step=0, worker_id="w", prompt_tokens=1, generated_tokens=3),)
+    done = event(1, 0, 0, TurnDone(finish_reason=FinishReason.STOP, usage=Usage(), receipt=Receipt(steps=steps)))
+    drive = Drive().hear(STARTED, text(0, 2), done)
+    drive.settle()
+    assert drive.ended is None, "the trail has nothing yet"
+    drive.trail = [STARTED, text(0, 2), text(2, 3), done]
+    drive.run(1.0)
+    assert tokens_of(drive.delivered) == [0, 1, 2] and drive.ended == Ended(by_loop=True)
+
+
+def test_an_end_whose_receipt_counts_more_than_was_shown_comes_in_any_case() -> None:
+    """Doubt costs a look at the trail and a bounded wait, never the end."""
+    steps = (StepReceipt(step=0, worker_id="w", prompt_tokens=1, generated_tokens=9),)
+    done = event(1, 0, 0, TurnDone(finish_reason=FinishReason.STOP, usage=Usage(), receipt=Receipt(steps=steps)))
+    drive = Drive().hear(STARTED, text(0, 2), done).run(10.0)
+    assert drive.ended == Ended(by_loop=True)
 
 
 def test_a_resumed_loop_says_it_again_in_other_cuts() -> None:
