@@ -6,7 +6,7 @@
 
 A put goes to both tiers, each at its own pace. The sender's wait ends at the first commit, or when no tier takes it. A tier
 whose batch failed is left alone for a while, twice as long each time: it costs speed, never an answer. What is evicted
-leaves the index at once and the tier with the next batch; routers hear of it after that commit.
+leaves the index at once and the tier with the next batch, if need be after the pause; routers hear of it after that commit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from services.kvstore.events import (
     LetGo,
     PutArrived,
     Settled,
+    Ticked,
     Touched,
     WriteBatch,
 )
@@ -116,6 +117,8 @@ class KvStoreCore:
         # Bytes of frames that the shell still holds: waiting or in flight in some tier.
         self._pending = _Blocks()
         self.seq = 0
+        # The latest time that an event came with.
+        self._now = 0.0
 
     @property
     def pending_bytes(self) -> int:
@@ -153,9 +156,13 @@ class KvStoreCore:
 
     def handle(self, event: Event) -> list[Instruction]:
         """What to do about it."""
+        if isinstance(event, PutArrived | BatchFailed | Ticked):
+            self._now = event.now
         match event:
             case Found():
                 return self._found(event)
+            case Ticked():
+                instructions: list[Instruction] = []
             case PutArrived():
                 instructions = self._put(event.block, event.now)
             case BatchCommitted():
@@ -321,7 +328,8 @@ class KvStoreCore:
     def _next_batches(self) -> list[Instruction]:
         batches: list[Instruction] = []
         for tier, state in self._tiers.items():
-            if state.in_flight is None and (state.waiting or (state.deleting and not state.failures)):
+            may_delete = not state.failures or self._now >= state.paused_until
+            if state.in_flight is None and (state.waiting or (state.deleting and may_delete)):
                 state.in_flight = self._next_batch(tier, state)
                 batches.append(state.in_flight)
         return batches

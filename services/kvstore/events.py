@@ -65,7 +65,14 @@ class Damaged:
     key: BlockKey
 
 
-Event = Found | PutArrived | BatchCommitted | BatchFailed | Touched | Damaged
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed. Needed now and then: a tier that failed is tried again with the deletes that are left."""
+
+    now: float
+
+
+Event = Found | PutArrived | BatchCommitted | BatchFailed | Touched | Damaged | Ticked
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from services.kvstore.events import (
     LetGo,
     PutArrived,
     Settled,
+    Ticked,
     Touched,
     WriteBatch,
 )
@@ -273,6 +274,7 @@ class KvStoreService(Service[KvStoreSettings]):
     async def _look_after(self) -> None:
         checked_at = self.clock.monotonic()
         while True:
+            self._handle(Ticked(self.clock.monotonic()))
             WAITING.set(self._core.pending_bytes)
             for tier, opened in self._tiers.items():
                 index = self._core.index_of(tier)

@@ -134,6 +134,22 @@ def test_a_tier_that_says_it_is_full_gives_room_back() -> None:
     assert index is not None and index.used_bytes <= 700
 
 
+def test_what_a_failed_batch_was_to_delete_goes_after_the_pause_without_a_put() -> None:
+    """Else routers would believe for ever in blocks that are not served."""
+    core = made({Tier.RAM: 300})
+    put(core, 3)
+    commit_all(core)
+    evicting = put(core, 1, seed=1)
+    assert only(WriteBatch, evicting)
+    core.handle(ev.BatchFailed(Tier.RAM, "x", False, 10.0))
+    assert core.handle(ev.Ticked(10.5)) == []
+    (batch,) = core.handle(ev.Ticked(11.0))
+    assert isinstance(batch, WriteBatch) and chain(3)[2].key in batch.deletes and not batch.puts
+    said = core.handle(ev.BatchCommitted(Tier.RAM))
+    assert [change.dropped for a in only(Announce, said) for change in a.delta.changes] == [batch.deletes]  # type: ignore[union-attr]
+    assert core.troubles() == ()
+
+
 def test_a_damaged_block_is_deleted_and_announced_and_may_come_back() -> None:
     core = made({Tier.RAM: 1_000})
     put(core, 3)
