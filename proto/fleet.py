@@ -74,6 +74,8 @@ class Heartbeat(Message):
     # What this instance serves (workers) or holds (kvstore); heartbeats are how everyone learns of them.
     model_card: ModelCard | None = None
     kv_card: KvStoreCard | None = None
+    # The last ResidencyDelta of this life, of who holds blocks: shows that the last one was lost when none follows.
+    residency_seq: int | None = Field(default=None, ge=0)
 
 
 class FleetPing(Message):

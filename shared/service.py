@@ -87,6 +87,10 @@ class Service(Generic[SettingsType]):
         """What this shard holds, if it is one."""
         return None
 
+    def residency_seq(self) -> int | None:
+        """Number of the last residency change said in this life, if it holds blocks."""
+        return None
+
     # -- what it gets
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -129,6 +133,7 @@ class Service(Generic[SettingsType]):
             load=self.load(),
             model_card=self.model_card() if self.state is ServiceState.READY else None,
             kv_card=self.kv_card() if self.state is ServiceState.READY else None,
+            residency_seq=self.residency_seq() if self.state is ServiceState.READY else None,
         )
         with suppress(WireError):  # NATS is away; the next beat says it
             await self.bus.publish(HEARTBEAT, heartbeat)

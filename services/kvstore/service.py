@@ -159,6 +159,10 @@ class KvStoreService(Service[KvStoreSettings]):
             host_token=self._host_token,
         )
 
+    def residency_seq(self) -> int:
+        """See Service."""
+        return self._core.seq
+
     def _own_host(self) -> str:
         """How others reach the address that is bound."""
         bound = self.settings.kvstore_host

@@ -215,9 +215,9 @@ class RouterCore:
             self._models.know(worker.model)
             if (life := self.lives.get(worker.worker_id)) is not None:
                 life.set_card(worker)
-            return self.holders.hear_life(worker.worker_id, worker.epoch, WORKER_TIERS, now)
+            return self.holders.hear_life(worker.worker_id, worker.epoch, WORKER_TIERS, now, heartbeat.residency_seq)
         if shard is not None:
-            return self.holders.hear_life(shard.shard_id, shard.epoch, SHARD_TIERS, now)
+            return self.holders.hear_life(shard.shard_id, shard.epoch, SHARD_TIERS, now, heartbeat.residency_seq)
         return []
 
     def _end_life(self, life: WorkerLife, why: str, now: float) -> list[Instruction]:

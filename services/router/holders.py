@@ -1,6 +1,7 @@
 """Pure: keeps the block index true to what holders say. Sequence-numbered deltas, and a paged snapshot on a gap.
 
     unknown holder, new epoch, gap   -> PAGING: ask page after page of each tier; deltas wait in a bounded buffer
+    a heartbeat counts more          -> the missing deltas come soon, or PAGING
     last page                        -> LIVE: what no page had goes; buffered deltas after the oldest page are applied
 
 Pages are taken at different moments. A key's last change in the unbroken run of deltas after the oldest page gives its
@@ -25,7 +26,7 @@ DELTAS_BUFFERED_MAX: Final = 1_024
 # A failed page is asked for again after this, doubled each time up to the maximum, for as long as the holder lives.
 RETRY_S: Final = 0.1
 RETRY_S_MAX: Final = 10.0
-# Deltas that a page says exist arrive within this, or they were lost.
+# Deltas that a page or a heartbeat says exist arrive within this, or they were lost.
 CATCH_UP_S: Final = 2.0
 
 WORKER_TIERS: Final = (Tier.DEVICE,)
@@ -50,7 +51,7 @@ class _Feed:
     state: FeedState = FeedState.PAGING
     # Last change that is in the index; meaningful when LIVE.
     seq: int = 0
-    # A page said that changes up to here exist; they must be in by `catch_up_by`.
+    # A page or a heartbeat said that changes up to here exist; they must be in by `catch_up_by`.
     must_reach: int = 0
     catch_up_by: float = 0.0
     # -- of the paging
@@ -98,12 +99,17 @@ class Holders:
 
     # -- events
 
-    def hear_life(self, holder_id: str, epoch: int, tiers: tuple[Tier, ...], now: float) -> list[Instruction]:
-        """A heartbeat or pull: the holder lives."""
+    def hear_life(
+        self, holder_id: str, epoch: int, tiers: tuple[Tier, ...], now: float, seq: int | None = None
+    ) -> list[Instruction]:
+        """A heartbeat or pull: the holder lives, and has said `seq` changes. The last may be lost, and none follow it."""
         feed = self._feeds.get(holder_id)
         if feed is not None and epoch <= feed.epoch:
             if epoch == feed.epoch:
                 feed.heard_at = now
+                is_waiting = feed.seq < feed.must_reach
+                if seq is not None and feed.state is FeedState.LIVE and not is_waiting and seq > feed.seq:
+                    feed.must_reach, feed.catch_up_by = seq, now + CATCH_UP_S
             return []
         return self._begin(holder_id, epoch, tiers, now)
 

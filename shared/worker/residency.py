@@ -23,7 +23,7 @@ class BlockLog:
     def __init__(self, holder_id: str, epoch: int) -> None:
         self._holder_id, self._epoch = holder_id, epoch
         self._keys: set[BlockKey] = set()
-        self._seq = 0
+        self.seq = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -63,13 +63,13 @@ class BlockLog:
         return ResidencySnapshot(
             holder_id=self._holder_id,
             epoch=self._epoch,
-            seq=self._seq,
+            seq=self.seq,
             tier=request.tier,
             keys=tuple(keys[first:last]),
             is_last=last >= len(keys),
         )
 
     def _next(self, stored: tuple[BlockKey, ...], dropped: tuple[BlockKey, ...]) -> ResidencyDelta:
-        self._seq += 1
+        self.seq += 1
         change = TierChange(tier=Tier.DEVICE, stored=stored, dropped=dropped)
-        return ResidencyDelta(holder_id=self._holder_id, epoch=self._epoch, seq=self._seq, changes=(change,))
+        return ResidencyDelta(holder_id=self._holder_id, epoch=self._epoch, seq=self.seq, changes=(change,))

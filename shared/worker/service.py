@@ -189,6 +189,10 @@ class WorkerService(Service[WorkerSettingsType]):
         """See Service."""
         return self._core.card if self._core is not None else None
 
+    def residency_seq(self) -> int | None:
+        """See Service."""
+        return self._core.blocks.seq if self._core is not None else None
+
     # -- what is heard
 
     async def _assign(self, assignment: Assignment) -> AssignReply:

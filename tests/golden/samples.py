@@ -331,6 +331,7 @@ SAMPLES: dict[str, BaseModel] = {
         load={"streams": 1.0},
         model_card=CARD,
         kv_card=KV_CARD,
+        residency_seq=3,
     ),
     "FleetPing": FleetPing(asked_by="console"),
 }
