@@ -11,7 +11,7 @@ from proto.chat import ChatMessage, Role, ToolCall
 from proto.errors import WireError
 from proto.generate import Generate, GenerateAccepted
 from proto.sessions import TurnClosed
-from proto.subjects import CANCEL_GENERATE, GENERATE, TURN_EVENT
+from proto.subjects import CANCEL_GENERATE, GENERATE, SESSION_LOG, TURN_EVENT
 from proto.tools import ToolResult
 from proto.turns import StartTurn
 from services.loop.context import ContextBuilder
@@ -24,6 +24,7 @@ from services.loop.turn_events import (
     Append,
     Appended,
     Began,
+    Confirm,
     Emit,
     Event,
     GiveUpTools,
@@ -38,6 +39,7 @@ from services.loop.turn_events import (
 )
 from shared.bus import Bus
 from shared.clock import Clock
+from shared.errors import SequenceConflict
 from shared.log import get_logger
 
 # Events that may wait for one turn. Tokens come one message a step; a turn this far behind is asked for again by its
@@ -73,6 +75,8 @@ class TurnRunner:
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue(EVENTS_WAITING_MAX)
         self._running_tools: asyncio.Task[Any] | None = None
+        # The last record that this turn has built on.
+        self._head = session.head
         self.is_over = False
 
     def tell(self, event: Event) -> None:
@@ -99,6 +103,8 @@ class TurnRunner:
                     await self._kit.bus.publish(TURN_EVENT, event, turn_id=event.turn_id)
                 case Append():
                     await self._append(instruction)
+                case Confirm():
+                    await self._confirm()
                 case Submit(generate):
                     self._kit.spawn(self._submit(generate))
                 case Revoke(cancel):
@@ -114,10 +120,23 @@ class TurnRunner:
                 case _:
                     assert_never(instruction)
 
+    def _check_head(self) -> None:
+        """A read of the session may have folded in what another replica wrote; nothing of ours may follow that."""
+        if self._session.head != self._head:
+            raise SequenceConflict(SESSION_LOG.at(session_id=self._session_id), self._head)
+
+    async def _confirm(self) -> None:
+        try:
+            await self._kit.store.refresh(self._session_id, self._session)
+        except WireError as away:
+            log.info("log_not_confirmed", session=self._session_id, error=str(away))
+        self._check_head()
+
     async def _append(self, append: Append) -> None:
+        self._check_head()
         steps = self._session.turn.steps if self._session.turn else []
         give_up_at = self._kit.opener.give_up_at(self._start.deadline_at)
-        await self._kit.store.append(self._session_id, self._session, append.body, give_up_at=give_up_at)
+        self._head = await self._kit.store.append(self._session_id, self._session, append.body, give_up_at=give_up_at)
         if isinstance(append.body, TurnClosed) and append.body.error is None:
             await self._kit.opener.remember(self._session_id, self._session, self._start, steps)
         await self._perform(self._machine.handle(Appended(self._kit.clock.now())))

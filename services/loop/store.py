@@ -62,16 +62,21 @@ class SessionStore:
             session.apply(entry.sequence, entry.record)
         return session
 
-    async def append(self, session_id: str, session: Session, body: RecordBody, *, give_up_at: float) -> None:
-        """Append and apply; waits for NATS until `give_up_at` (loop time). Raises SequenceConflict if someone else wrote."""
+    async def append(self, session_id: str, session: Session, body: RecordBody, *, give_up_at: float) -> int:
+        """Append and apply; returns its sequence number. Waits for NATS until `give_up_at` (loop time).
+
+        Raises SequenceConflict if someone else wrote.
+        """
         record = Record(body=body)
         loop = asyncio.get_running_loop()
+        # Once: a reader of the same session may fold this very record in while its acknowledgement is lost.
+        expected = session.head
         while True:
             try:
-                sequence = await self._bus.append(SESSION_LOG, record, expected=session.head, session_id=session_id)
+                sequence = await self._bus.append(SESSION_LOG, record, expected=expected, session_id=session_id)
                 break
             except SequenceConflict:
-                sequence = await self._own_earlier(session_id, session.head, record)
+                sequence = await self._own_earlier(session_id, expected, record)
                 if sequence:
                     break
                 self.forget(session_id)
@@ -85,6 +90,7 @@ class SessionStore:
         if sequence > session.head:
             session.apply(sequence, record)
         self._keep(session_id, session)
+        return sequence
 
     async def _own_earlier(self, session_id: str, head: int, record: Record) -> int:
         """Sequence number of this very record if an earlier try had stored it; 0 if someone else's stands there."""

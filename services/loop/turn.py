@@ -38,6 +38,7 @@ from services.loop.turn_events import (
     Began,
     BusRestored,
     Cancelled,
+    Confirm,
     Emit,
     Event,
     GiveUpTools,
@@ -182,7 +183,9 @@ class TurnMachine:
         self._attempt += 1
         self.phase = Phase.GENERATING
         reply_subject = self._reply_subject(generation.generation_id)
-        return [Submit(generation.submit(self._attempt, now, reply_subject, self._grammar()))]
+        # Silence may mean that another replica has the turn, whose attempts count more than ours ever will.
+        confirm = [Confirm()] if generation.tries else []
+        return [*confirm, Submit(generation.submit(self._attempt, now, reply_subject, self._grammar()))]
 
     def _grammar(self) -> Grammar | None:
         """The caller's grammar, or that of a forced call, which binds the first step only."""

@@ -98,6 +98,11 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True)
+class Confirm:
+    """Drop the turn if someone else wrote to the session's log; no answer. A replica that was cut off learns it by this."""
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """Send to the router; answer with Submitted or SubmitFailed."""
 
@@ -138,4 +143,4 @@ class Over:
     """The turn has its terminal event; its work item is done."""
 
 
-Instruction = Append | Submit | Revoke | Emit | RunTools | GiveUpTools | Over
+Instruction = Append | Confirm | Submit | Revoke | Emit | RunTools | GiveUpTools | Over

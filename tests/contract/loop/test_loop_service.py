@@ -13,9 +13,9 @@ from proto.chat import ChatMessage, FinishReason, Role, Sampling
 from proto.errors import ErrorCode, WireError
 from proto.fleet import Heartbeat, ModelCard, ServiceState
 from proto.generate import Generate, GenerateAccepted, Generated, GenerateEvent, TokensOut, Working
-from proto.receipt import Source
-from proto.sessions import CreateSession, GetSession, SessionInfo
-from proto.subjects import CREATE_SESSION, GENERATE, GET_SESSION, HEARTBEAT, START_TURN, TURN_EVENT
+from proto.receipt import Source, StepReceipt
+from proto.sessions import CreateSession, GetSession, Record, SessionInfo, StepGenerated, TurnClosed
+from proto.subjects import CREATE_SESSION, GENERATE, GET_SESSION, HEARTBEAT, SESSION_LOG, START_TURN, TURN_EVENT
 from proto.turns import StartTurn, TextDelta, TurnDone, TurnEvent, TurnFailed, TurnStarted
 from services.loop.service import LoopService
 from services.loop.settings import LoopSettings
@@ -220,3 +220,34 @@ async def test_refusals_are_typed(bus: Bus, worker: Worker, reader: Reader, run_
         await bus.enqueue(START_TURN, start_turn("t2", "hi", session_id="nobody"), dedup_id="t2")
         (missing,) = [event.body for event in await reader.end_of("t2") if isinstance(event.body, TurnFailed)]
         assert (missing.error.code, missing.error.field) == (ErrorCode.NOT_FOUND, "session_id")
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_a_turn_that_another_replica_ended_is_let_go(
+    bus: Bus, worker: Worker, reader: Reader, run_loop: Callable[[], object], is_read: bool
+) -> None:
+    """A loop that was cut off wakes up: it must write nothing more, also when a read has shown it the new records."""
+    worker.cuts = [3]
+    async with run_loop():  # type: ignore[attr-defined]
+        create = CreateSession(session_id="s1", tenant="acme", model=DEFAULT_MODEL)
+        await bus.request(CREATE_SESSION, create, SessionInfo)
+        await bus.enqueue(START_TURN, start_turn("t1", "What is the capital of France?"), dedup_id="t1")
+        while sum(isinstance(event.body, TextDelta) for event in reader.events) < 3:
+            await asyncio.sleep(0.01)
+        answer = (*worker.tokenizer.encode_content(ANSWER), worker.asked[0].eos_token_ids[0])
+        step = StepGenerated(
+            turn_id="t1", step=0, tokens=answer, text=ANSWER, finish_reason=FinishReason.STOP,
+            receipt=StepReceipt(step=0, worker_id="decode-1", prompt_tokens=1, generated_tokens=len(answer)),
+        )  # fmt: skip
+        closed = TurnClosed(turn_id="t1", steps=1, finish_reason=FinishReason.STOP, closed_at=1.0)
+        for expected, body in ((2, step), (3, closed)):
+            await bus.append(SESSION_LOG, Record(body=body), expected=expected, session_id="s1")
+        if is_read:
+            await bus.request(GET_SESSION, GetSession(session_id="s1", tenant="acme"), SessionInfo)
+        events = await reader.end_of("t1")
+        await bus.enqueue(START_TURN, start_turn("t2", "And of Italy?"), dedup_id="t2")
+        assert isinstance((await reader.end_of("t2"))[-1].body, TurnDone)
+        records = await bus.read_log(SESSION_LOG, Record, session_id="s1")
+    assert isinstance(events[-1].body, TurnDone) and len(worker.asked) == 2
+    assert [entry.record.body.kind for entry in records[2:4]] == ["generated", "turn_closed"]
+    assert [entry.record.body.kind for entry in records[4:]] == ["turn_opened", "generated", "turn_closed"]

@@ -14,6 +14,7 @@ from services.loop.turn_events import (
     Append,
     BusRestored,
     Cancelled,
+    Confirm,
     Emit,
     GiveUpTools,
     Revoke,
@@ -95,7 +96,7 @@ def test_silence_is_noticed_and_signs_of_life_are_not_silence() -> None:
         drive.feed(Ticked(second + 0.9))
     assert len(drive.told_of(Submit)) == 1
     drive.feed(Ticked(8.0))
-    assert [type(told) for told in drive.told[-2:]] == [Revoke, Submit]
+    assert [type(told) for told in drive.told[-3:]] == [Revoke, Confirm, Submit]
 
 
 def test_a_hole_in_the_tokens_is_asked_for_again() -> None:
