@@ -227,10 +227,10 @@ SEARCH = Subject(
 )
 HEARTBEAT = Subject(
     "HEARTBEAT",
-    "roost.fleet.heartbeat",
+    "roost.fleet.heartbeat.{service}",
     Plane.PUBLISH,
     "every service",
-    "every service",
+    "who needs them",
     Heartbeat,
     None,
     "alive, how well, and the card of what it serves or holds",

@@ -121,7 +121,7 @@ class KvClient:
 
     async def open(self) -> None:
         """Listen for shards."""
-        await self._bus.subscribe(HEARTBEAT, Heartbeat, self._heard)
+        await self._bus.subscribe(HEARTBEAT, Heartbeat, self._heard, service="kvstore")
 
     @property
     def is_connected(self) -> bool:

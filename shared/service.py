@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, ClassVar, Generic, TypeVar
@@ -136,7 +136,12 @@ class Service(Generic[SettingsType]):
             residency_seq=self.residency_seq() if self.state is ServiceState.READY else None,
         )
         with suppress(WireError):  # NATS is away; the next beat says it
-            await self.bus.publish(HEARTBEAT, heartbeat)
+            await self.bus.publish(HEARTBEAT, heartbeat, service=self.name)
+
+    async def hear_fleet(self, handler: Callable[[Heartbeat], None], *services: str) -> None:
+        """Hear the heartbeats of these services, and of no others: in a large fleet most are of no use to most."""
+        for service in services:
+            await self.bus.subscribe(HEARTBEAT, Heartbeat, handler, service=service)
 
     # -- life
 

@@ -19,6 +19,8 @@ from shared.limits import DRAIN_S
 
 ENV_PREFIX: Final = "ROOST_"
 SERVICES: Final = ("gateway", "loop", "router", "prefill", "decode", "kvstore", "tools", "retrieval")
+# Those whose heartbeats carry a ModelCard.
+WORKER_SERVICES: Final = ("prefill", "decode")
 # First words of variables that belong to someone else: the services, the console, and the tests.
 OWNERS: Final = (*SERVICES, "worker", "console", "test")
 

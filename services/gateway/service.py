@@ -8,7 +8,7 @@ from aiohttp import web
 
 from proto.errors import ErrorCode, WireError
 from proto.fleet import FleetPing, Heartbeat
-from proto.subjects import FLEET_PING, HEARTBEAT
+from proto.subjects import FLEET_PING
 from services.gateway.auth import KeyRing
 from services.gateway.grammar_check import GrammarChecker
 from services.gateway.models import ModelBook
@@ -23,6 +23,7 @@ from shared.limits import HEARTBEAT_S
 from shared.log import get_logger
 from shared.metrics import Health
 from shared.service import Service
+from shared.settings import WORKER_SERVICES
 
 BACKLOG: Final = 1_024
 # Connections that are still open when everything has been drained.
@@ -46,7 +47,7 @@ class GatewayService(Service[GatewaySettings]):
         self._turns = Turns(self.bus, self.clock, settings)
         self._grammars = GrammarChecker()
         kit = Kit(settings, self.bus, self.clock, keys, self._models, self._turns, self._grammars)
-        await self.bus.subscribe(HEARTBEAT, Heartbeat, self._heard)
+        await self.hear_fleet(self._heard, "loop", *WORKER_SERVICES)
         app = make_app(kit)
         for routes in (ChatRoutes(kit), NativeRoutes(kit), SystemRoutes(self._safe_health)):
             routes.add_to(app)

@@ -20,7 +20,6 @@ from proto.subjects import (
     DIGESTS,
     GENERATE_EVENT,
     GET_SESSION,
-    HEARTBEAT,
     START_TURN,
     TURN_EVENT,
 )
@@ -49,6 +48,7 @@ from shared.log import get_logger
 from shared.metrics import Health, counter, gauge
 from shared.model_dir import find_tokenizer
 from shared.service import Service
+from shared.settings import WORKER_SERVICES
 from shared.tokenizer import IncrementalDecoder, Tokenizer
 
 TICK_S: Final = 0.25
@@ -94,7 +94,7 @@ class LoopService(Service[LoopSettings]):
         self._last_card: ModelCard | None = None
         self._early_cancels: OrderedDict[str, str] = OrderedDict()
         self._any_running = asyncio.Event()
-        await self.bus.subscribe(HEARTBEAT, Heartbeat, self._heard_heartbeat)
+        await self.hear_fleet(self._heard_heartbeat, *WORKER_SERVICES)
         await self.bus.subscribe(CANCEL_TURN, CancelTurn, self._heard_cancel)
         events = GENERATE_EVENT.at(loop_id=self.instance_id, generation_id="x")[:-1] + "*"
         await self.bus.subscribe_to(events, GenerateEvent, self._heard_generate)

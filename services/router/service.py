@@ -14,7 +14,6 @@ from proto.subjects import (
     CANCEL_GENERATE,
     FLEET_PING,
     GENERATE,
-    HEARTBEAT,
     LEASES,
     PULL,
     RESIDENCY,
@@ -30,6 +29,7 @@ from shared.bus import KvBucket
 from shared.log import get_logger
 from shared.metrics import Health, counter, gauge, histogram
 from shared.service import Service
+from shared.settings import WORKER_SERVICES
 
 RENEW_EVERY_S: Final = 1.0
 # With nothing pending the core is still looked after so often: silence is noticed by nothing else.
@@ -73,7 +73,7 @@ class RouterService(Service[RouterSettings]):
         self._lease = Lease(Holder(self.instance_id, self.epoch), LEASES.ttl_s)
         self._wake = asyncio.Event()
         self._is_leaving = False
-        await self.bus.subscribe(HEARTBEAT, Heartbeat, self._heard_heartbeat)
+        await self.hear_fleet(self._heard_heartbeat, "kvstore", *WORKER_SERVICES)
         await self.bus.subscribe(RESIDENCY, ResidencyDelta, self._heard_delta)
         await self.bus.subscribe(PULL, Pull, self._heard_pull)
         await self.bus.subscribe(WORK_DONE, WorkDone, self._heard_done)

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from proto.errors import ErrorCode, WireError
-from proto.fleet import Heartbeat, ServiceState
-from proto.subjects import HEARTBEAT, LIST_TOOLS, RUN_TOOL, TOOL_CLAIMS
+from proto.fleet import ServiceState
+from proto.subjects import LIST_TOOLS, RUN_TOOL, TOOL_CLAIMS
 from proto.tools import ListTools, RunTool, ToolList, ToolOutcome, ToolResult
 from services.tools.claim_book import ClaimBook
 from services.tools.claims import digest_of, key_of
@@ -38,7 +38,7 @@ class ToolsService(Service[ToolsSettings]):
         self._book = ClaimBook(await self.bus.bucket(TOOL_CLAIMS), self.clock, self.instance_id, self.epoch)
         # Calls that are being settled here; a repetition joins the first. Bounded by the handlers of the bus.
         self._settling: dict[str, tuple[bytes, asyncio.Task[ToolResult]]] = {}
-        await self.bus.subscribe(HEARTBEAT, Heartbeat, self._book.hear)
+        await self.hear_fleet(self._book.hear, self.name)
         await self.bus.serve(LIST_TOOLS, ListTools, self._list)
         await self.bus.serve(RUN_TOOL, RunTool, self._run)
         self.spawn(self._forget())

@@ -73,7 +73,7 @@ class ScriptedLoop:
                     metrics_port=0, started_at=0.0, sent_at=0.0, model_card=shown,
                 )  # fmt: skip
                 with suppress(WireError):
-                    await self.bus.publish(HEARTBEAT, beat)
+                    await self.bus.publish(HEARTBEAT, beat, service=service)
             await asyncio.sleep(0.1)
 
     def _cancel(self, cancel: CancelTurn) -> None:

@@ -55,7 +55,7 @@ class Worker:
                 service="decode", instance_id="decode-0", epoch=1, state=ServiceState.READY, host="h", pid=1,
                 metrics_port=0, started_at=0.0, sent_at=0.0, model_card=self.card,
             )  # fmt: skip
-            await self.bus.publish(HEARTBEAT, heartbeat)
+            await self.bus.publish(HEARTBEAT, heartbeat, service="decode")
             await asyncio.sleep(0.2)
 
     async def generate(self, request: Generate) -> GenerateAccepted:

@@ -73,7 +73,7 @@ class FakeWorker:
         self.bus.spawn(self._live())
 
     async def beat(self) -> None:
-        await self.bus.publish(HEARTBEAT, beat(self.name, model_card=card(self.name)))
+        await self.bus.publish(HEARTBEAT, beat(self.name, model_card=card(self.name)), service="decode")
 
     async def _live(self) -> None:
         while True:
