@@ -170,7 +170,7 @@ print(sorted(os.environ), os.listdir("."))
 
 async def test_no_socket_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
     """TCP, UDP, unix sockets by path and abstract ones: nothing that listens outside hears of it."""
-    path = tmp_path / "socket"
+    path, name = tmp_path / "socket", f"roost-test-{os.urandom(8).hex()}"
     os.chmod(tmp_path, 0o755)
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
@@ -181,7 +181,7 @@ async def test_no_socket_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
         udp.bind(("127.0.0.1", 0))
         by_path.bind(str(path))
         os.chmod(path, 0o777)
-        abstract.bind(f"\0roost-test-{os.getpid()}")
+        abstract.bind(f"\0{name}")
         for server in (by_path, abstract):
             server.listen()
         text = f"""
@@ -197,7 +197,7 @@ def attempt(name, family, kind, address):
 attempt("tcp", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", {tcp.getsockname()[1]}))
 attempt("udp", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", {udp.getsockname()[1]}))
 attempt("path", socket.AF_UNIX, socket.SOCK_STREAM, {str(path)!r})
-attempt("abstract", socket.AF_UNIX, socket.SOCK_STREAM, "\\0roost-test-{os.getpid()}")
+attempt("abstract", socket.AF_UNIX, socket.SOCK_STREAM, "\\0{name}")
 """
         ran = await run(sandbox, "python", text)
         assert outcome(ran) is ToolOutcome.OK, ran.stderr.text()
