@@ -86,6 +86,8 @@ class TurnClosed(Message):
 
     kind: Literal["turn_closed"] = "turn_closed"
     turn_id: Id
+    # The last generation, when it made no calls: nothing can come between it and the close, so both are one write.
+    final: StepGenerated | None = None
     # Steps it had, generations and tool answers together: the place of its terminal event.
     steps: int = 0
     finish_reason: FinishReason | None = None

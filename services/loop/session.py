@@ -41,6 +41,10 @@ class OpenTurn:
         """Number of the step that comes next; generations and tool answers both count."""
         return len(self.steps) + len(self.answered)
 
+    def followed_by(self, step: StepGenerated) -> OpenTurn:
+        """The turn as it will be once `step` is in the log."""
+        return OpenTurn(self.opened, [*self.steps, step], self.answered)
+
     @property
     def awaits_tools(self) -> bool:
         """The last generation made calls that have no answers yet."""
@@ -81,25 +85,28 @@ class Session:
                 self._messages = list(body.messages)
                 self.tokens.extend(tokens_of(body.spans))
             case StepGenerated():
-                turn = self._turn_of(body.turn_id)
-                assert body.step == turn.next_step and not turn.awaits_tools, (
-                    "a call is answered before the model goes on"
-                )
-                turn.steps.append(body)
-                self._messages.append(ChatMessage(role=Role.ASSISTANT, content=body.text, tool_calls=body.calls))
-                self.tokens.extend(body.tokens)
+                self._take_step(body)
             case ToolsAnswered():
                 turn = self._turn_of(body.turn_id)
                 assert body.step == turn.next_step and turn.awaits_tools, "answers follow calls"
                 turn.answered.append(body)
                 self.tokens.extend(tokens_of(body.spans))
             case TurnClosed():
+                if body.final is not None:
+                    self._take_step(body.final)
                 turn = self._turn_of(body.turn_id)
                 self._summaries.append(_summary(turn, self._messages, body))
                 self.closed[body.turn_id] = body
                 self.turn = None
                 self._messages = []
         self.head = sequence
+
+    def _take_step(self, step: StepGenerated) -> None:
+        turn = self._turn_of(step.turn_id)
+        assert step.step == turn.next_step and not turn.awaits_tools, "a call is answered before the model goes on"
+        turn.steps.append(step)
+        self._messages.append(ChatMessage(role=Role.ASSISTANT, content=step.text, tool_calls=step.calls))
+        self.tokens.extend(step.tokens)
 
     def _turn_of(self, turn_id: str) -> OpenTurn:
         assert self.turn is not None and self.turn.opened.turn_id == turn_id, (

@@ -29,7 +29,7 @@ from proto.tools import ToolResult
 from proto.turns import TextDelta, TurnStarted
 from services.loop.generation import TRIES_MAX, Generation, Target
 from services.loop.grammar import call_grammar
-from services.loop.session import Session, finish_of, receipt_of, usage_of
+from services.loop.session import OpenTurn, Session, finish_of, receipt_of, usage_of
 from services.loop.step_text import StepText
 from services.loop.trail import Trail, terminal_event
 from services.loop.turn_events import (
@@ -176,7 +176,7 @@ class TurnMachine:
         generation = self._running()
         ended = generation.finish_by_tokens
         if ended is not None:
-            return self._record(ended, generation.receipt(None, now))
+            return self._record(ended, generation.receipt(None, now), now)
         if generation.tries >= TRIES_MAX:
             message = f"no worker could finish the generation in {TRIES_MAX} tries"
             return self._fail(ErrorReply(code=ErrorCode.UNAVAILABLE, message=message), now)
@@ -218,11 +218,11 @@ class TurnMachine:
                 if not generation.text.is_stopped:
                     return shown
                 revoked = Revoke(generation.revoke("a stop string came"))
-                return [*shown, revoked, *self._record(FinishReason.STOP, generation.receipt(None, now))]
+                return [*shown, revoked, *self._record(FinishReason.STOP, generation.receipt(None, now), now)]
             case Generated() as done:
                 if done.total != len(generation.emitted):
                     return self._again("the last tokens were lost on the way", now)
-                return self._record(done.finish_reason, generation.receipt(done, now))
+                return self._record(done.finish_reason, generation.receipt(done, now), now)
             case GenerateFailed() as failed:
                 return self._failed(failed.error, now)
             case _:
@@ -269,7 +269,7 @@ class TurnMachine:
         self._cancelled = True
         if self.phase in (Phase.GENERATING, Phase.WAITING):
             receipt = self._running().receipt(None, now)
-            return [*self._revoked(reason), *self._record(FinishReason.CANCELLED, receipt)]
+            return [*self._revoked(reason), *self._record(FinishReason.CANCELLED, receipt, now)]
         if self.phase is Phase.TOOLS:
             return [GiveUpTools(self._turn.steps[-1].calls, reason)]
         return []
@@ -281,16 +281,15 @@ class TurnMachine:
             return [GiveUpTools(self._turn.steps[-1].calls, error.message)]
         if self._generation is not None and self._generation.emitted:
             # What the caller has seen is part of the session; the error follows it.
-            return self._record(FinishReason.CANCELLED, self._generation.receipt(None, now))
+            return self._record(FinishReason.CANCELLED, self._generation.receipt(None, now), now)
         return self._close(now)
 
     # -- recording
 
-    def _record(self, reason: FinishReason, receipt: StepReceipt) -> list[Instruction]:
+    def _record(self, reason: FinishReason, receipt: StepReceipt, now: float) -> list[Instruction]:
         generation = self._running()
         held = self._trail.held(generation.step, len(generation.emitted), generation.text.flush())
         calls = () if reason is FinishReason.CANCELLED else tuple(generation.text.calls)
-        self.phase = Phase.RECORDING
         body = StepGenerated(
             turn_id=self._turn.opened.turn_id,
             step=generation.step,
@@ -300,6 +299,9 @@ class TurnMachine:
             finish_reason=FinishReason.TOOL_CALLS if calls else reason,
             receipt=receipt,
         )
+        if not calls:
+            return [*held, *self._close(now, final=body)]
+        self.phase = Phase.RECORDING
         return [*held, Append(body)]
 
     def _appended(self, now: float) -> list[Instruction]:
@@ -341,28 +343,29 @@ class TurnMachine:
         turn_id, step = self._turn.opened.turn_id, self._turn.next_step
         return [Append(ToolsAnswered(turn_id=turn_id, step=step, spans=event.spans, seconds=event.seconds))]
 
-    def _close(self, now: float) -> list[Instruction]:
+    def _close(self, now: float, final: StepGenerated | None = None) -> list[Instruction]:
         self.phase = Phase.CLOSING
         self._generation = None
-        opened = self._turn.opened
+        turn = self._turn.followed_by(final) if final else self._turn
         body = TurnClosed(
-            turn_id=opened.turn_id,
-            steps=self._turn.next_step,
-            finish_reason=None if self._error else self._finish(),
+            turn_id=turn.opened.turn_id,
+            final=final,
+            steps=turn.next_step,
+            finish_reason=None if self._error else self._finish(turn),
             error=self._error,
-            usage=usage_of(self._turn),
-            receipt=receipt_of(self._turn, now - opened.opened_at),
+            usage=usage_of(turn),
+            receipt=receipt_of(turn, now - turn.opened.opened_at),
             closed_at=now,
         )
         return [Append(body)]
 
-    def _finish(self) -> FinishReason:
+    def _finish(self, turn: OpenTurn) -> FinishReason:
         if self._cancelled:
             return FinishReason.CANCELLED
-        if self._turn.answered and len(self._turn.answered) == len(self._turn.steps):
+        if turn.answered and len(turn.answered) == len(turn.steps):
             # The last allowed step made calls, and they were answered: the bound on steps ended the turn.
             return FinishReason.LENGTH
-        return finish_of(self._turn)
+        return finish_of(turn)
 
     def _running(self) -> Generation:
         assert self._generation is not None, f"no generation runs in {self.phase}"

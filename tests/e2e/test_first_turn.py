@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from proto.sessions import Record, SessionOpened, StepGenerated, ToolsAnswered, TurnOpened
+from proto.sessions import Record, SessionOpened, StepGenerated, ToolsAnswered, TurnClosed, TurnOpened
 from proto.subjects import SESSION_LOG
 from shared.bus import Bus
 from shared.settings import DEFAULT_MODEL, RoostSettings
@@ -34,6 +34,8 @@ async def token_log(system: System, session_id: str) -> tuple[list[int], list[li
     answers: list[list[int]] = []
     for entry in entries:
         body = entry.record.body
+        if isinstance(body, TurnClosed) and body.final is not None:
+            body = body.final
         if isinstance(body, SessionOpened | TurnOpened | ToolsAnswered):
             tokens += [token for span in body.spans for token in span.tokens]
         elif isinstance(body, StepGenerated):

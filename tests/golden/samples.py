@@ -208,7 +208,17 @@ SAMPLES: dict[str, BaseModel] = {
     ),
     "Record.tools_answered": Record(body=ToolsAnswered(turn_id="t1", step=1, spans=(SPAN,), seconds=0.5)),
     "Record.turn_closed": Record(
-        body=TurnClosed(turn_id="t1", steps=2, error=ERROR, usage=USAGE, receipt=RECEIPT, closed_at=3.0)
+        body=TurnClosed(
+            turn_id="t1",
+            final=StepGenerated(
+                turn_id="t1", step=2, tokens=(3, 2), text="ok", finish_reason=FinishReason.STOP, receipt=STEP
+            ),
+            steps=3,
+            error=ERROR,
+            usage=USAGE,
+            receipt=RECEIPT,
+            closed_at=3.0,
+        )
     ),
     "CreateSession": CreateSession(session_id="s1", tenant="acme", model="m", system="Be brief.", tools=(SPEC,)),
     "GetSession": GetSession(session_id="s1", tenant="acme"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from proto.chat import FinishReason
 from proto.errors import ErrorCode
 from proto.residency import Tier
-from proto.sessions import StepGenerated, TurnOpened
+from proto.sessions import StepGenerated, TurnClosed, TurnOpened
 from proto.turns import TurnDone, TurnFailed
 from shared.engine.protocol import EngineRequest, TokensEmitted
 from shared.engine.sim_engine import SimEngine, sim_body
@@ -84,7 +84,7 @@ def _equivalence(system: System, client: ClientNode, counts: dict[str, int]) -> 
             case TurnOpened() as opened:
                 tokens += [token for span in opened.spans for token in span.tokens]
                 prompts[opened.turn_id] = tuple(tokens)
-            case StepGenerated() as step:
+            case (StepGenerated() as step) | TurnClosed(final=StepGenerated() as step):
                 assert step.turn_id not in recorded, "one step was recorded twice"
                 recorded[step.turn_id] = list(step.tokens)
                 tokens += step.tokens
@@ -151,7 +151,8 @@ def _contiguity(system: System) -> None:
             assert worker.engine.export(block.key) == sim_body(block.key, size_bytes=worker.engine.info.block_bytes)
     for frames in system.kv.disk.values():
         for key, frame in frames.items():
-            assert frame.block.key == key and frame.body == sim_body(key, size_bytes=len(frame.body))
+            is_right = frame.block.key == key and frame.body == sim_body(key, size_bytes=len(frame.body))
+            assert is_right, f"a stored frame is wrong: {key}"
 
 
 def _capacity(system: System) -> None:

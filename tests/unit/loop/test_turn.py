@@ -40,14 +40,14 @@ def done_of(drive: Drive) -> TurnDone:
 
 
 def test_a_plain_turn_is_recorded_before_its_end_is_shown() -> None:
-    """Text streams; the terminal event comes only after the records of step and end are in the log."""
+    """Text streams; the terminal event comes only after step and end are in the log, in one record."""
     drive = Drive(opened_log())
     drive.appends_at_once = False
     drive.stream("Hi", ended=True)
     drive.finish(3)
-    assert not drive.events[-1].is_terminal and isinstance(drive.pending[0].body, StepGenerated)
-    drive.append(1.0)
-    assert not drive.events[-1].is_terminal and isinstance(drive.pending[0].body, TurnClosed)
+    body = drive.pending[0].body
+    assert not drive.events[-1].is_terminal and isinstance(body, TurnClosed) and body.final is not None
+    assert len(body.final.tokens) == 3 and body.receipt.steps == (body.final.receipt,)
     drive.append(1.0)
     assert done_of(drive).finish_reason is FinishReason.STOP
     assert done_of(drive).usage.prompt_tokens == 1 and done_of(drive).usage.completion_tokens == 3
@@ -207,15 +207,24 @@ def test_cancel_while_a_tool_runs_leaves_no_call_without_an_answer() -> None:
 
 
 def test_cancel_during_an_append_waits_for_it() -> None:
-    """The record is on its way to the log; the cancel takes effect behind it."""
+    """The record is on its way to the log; the cancel takes effect behind it. A turn that was complete stays so."""
     drive = Drive(opened_log())
     drive.appends_at_once = False
-    drive.stream("ok", ended=True)
-    drive.finish(3)
+    drive.stream(CALL, ended=True)
+    drive.finish(len(CALL) + 1)
     drive.feed(Cancelled(1.0, "stop"))
     drive.appends_at_once = True
     drive.append(1.0)
+    assert not drive.told_of(RunTools) and drive.told_of(GiveUpTools)
+    drive.tools_return("interrupted")
     assert done_of(drive).finish_reason is FinishReason.CANCELLED
+    late = Drive(opened_log())
+    late.appends_at_once = False
+    late.stream("ok", ended=True)
+    late.finish(3)
+    late.feed(Cancelled(1.0, "stop"))
+    late.append(1.0)
+    assert done_of(late).finish_reason is FinishReason.STOP
 
 
 def test_the_deadline_ends_a_turn_wherever_it_stands() -> None:
