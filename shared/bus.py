@@ -99,7 +99,11 @@ class Bus:
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(wait_s * 1.5, 3.0)
                 client = bus._client = Client()
-        await bus_streams.ensure(bus._client)
+        try:
+            await bus_streams.ensure(bus._client)
+        except BaseException:
+            await bus._client.close()
+            raise
         return bus
 
     @property

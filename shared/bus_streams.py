@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import nats.errors
@@ -24,7 +26,7 @@ from proto.errors import ErrorCode, WireError
 from proto.message import decode
 from proto.subjects import BUCKETS, Bucket, Subject
 from shared.errors import SequenceConflict
-from shared.limits import SESSION_RECORDS_MAX
+from shared.limits import MIB, SESSION_RECORDS_MAX
 from shared.log import get_logger
 from shared.streams import STREAMS, Stream, stream_of
 
@@ -33,6 +35,8 @@ M = TypeVar("M", bound=BaseModel)
 # The server's error codes (nats-server errors.json) that have a meaning to us.
 WRONG_LAST_SEQUENCE: Final = 10071
 STREAM_FULL: Final = frozenset({10047, 10077, 10122})
+# Storage or memory that a stream reserves when it is made.
+NO_ROOM: Final = frozenset({10028, 10047})
 
 PUBLISH_TIMEOUT_S: Final = 5.0
 # Silence that ends one try of a read; a try is lost when the connection dies under it, so there are several.
@@ -41,6 +45,9 @@ READ_TRIES: Final = 3
 READ_BATCH: Final = 1_024
 READ_BATCH_BYTES: Final = 8 * 1024 * 1024
 DUPLICATE_WINDOW_S: Final = 120.0
+# How long a refusal to make a stream may be somebody else's making of the same one.
+ROOM_WAIT_S: Final = 10.0
+ROOM_RETRY_S: Final = 0.1
 
 log = get_logger()
 
@@ -54,20 +61,45 @@ class LogEntry(Generic[M]):
 
 
 async def ensure(client: Client) -> None:
-    """Create the streams and buckets that do not exist and bring the rest to today's bounds. Anyone may do it at any time."""
-    manager = client.jsm()
+    """Create the streams and buckets that do not exist and bring the rest to today's bounds. Anyone may do it at any time.
+
+    Raises WireError (OVERLOADED) naming the stream if the server has no room for it.
+    """
     for stream in STREAMS:
-        config = _config_of(stream)
-        try:
-            # Asked first: adding a stream that exists reserves its bytes a second time and may not fit.
-            known = (await manager.stream_info(stream.name)).config
-        except nats.js.errors.NotFoundError:
-            await manager.add_stream(config)
-            continue
-        if (known.max_bytes, known.max_msgs, known.max_age) != (config.max_bytes, config.max_msgs, config.max_age):
-            await manager.update_stream(config)
+        await _made(stream.name, stream.max_bytes, partial(_ensure_stream, client, stream))
     for bucket in BUCKETS:
-        await open_bucket(client, bucket)
+        await _made(bucket.name, bucket.max_bytes, partial(open_bucket, client, bucket))
+
+
+async def _made(name: str, reserves: int, make: Callable[[], Awaitable[object]]) -> None:
+    """Make it, and once more if the server has no room: while another service makes the same one, its bytes count twice."""
+    deadline = asyncio.get_running_loop().time() + ROOM_WAIT_S
+    while True:
+        try:
+            await make()
+            return
+        except nats.js.errors.APIError as refused:
+            if refused.err_code not in NO_ROOM:
+                raise
+            if asyncio.get_running_loop().time() >= deadline:
+                raise WireError(
+                    ErrorCode.OVERLOADED,
+                    f"the NATS server has no room for {name} ({reserves / MIB:.0f} MiB): {refused.description}; raise its "
+                    "jetstream max_file_store and max_memory_store",
+                ) from refused
+        await asyncio.sleep(ROOM_RETRY_S * random.uniform(0.5, 1.5))
+
+
+async def _ensure_stream(client: Client, stream: Stream) -> None:
+    manager, config = client.jsm(), _config_of(stream)
+    try:
+        # Asked first: adding a stream that exists reserves its bytes a second time and may not fit.
+        known = (await manager.stream_info(stream.name)).config
+    except nats.js.errors.NotFoundError:
+        await manager.add_stream(config)
+        return
+    if (known.max_bytes, known.max_msgs, known.max_age) != (config.max_bytes, config.max_msgs, config.max_age):
+        await manager.update_stream(config)
 
 
 def _config_of(stream: Stream) -> api.StreamConfig:

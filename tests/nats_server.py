@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import socket
@@ -25,13 +26,16 @@ def free_port() -> int:
 class NatsServer:
     """One server. `stop` and `start` again keep port and store, as after a crash."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_file_store: str | None = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self._config = folder / "nats.conf"
-        self._config.write_text(nats_config(host="127.0.0.1", port=self.port, store_dir=str(folder / "store")))
+        config = nats_config(host="127.0.0.1", port=self.port, store_dir=str(folder / "store"))
+        if max_file_store is not None:
+            config = re.sub(r"max_file_store: \w+", f"max_file_store: {max_file_store}", config)
+        self._config.write_text(config)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

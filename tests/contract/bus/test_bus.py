@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from proto.subjects import (
 )
 from proto.tools import ListTools, ToolList
 from proto.turns import StartTurn, TurnEvent, TurnStarted
+from shared import bus_streams
 from shared.bus import Bus, LogEntry, WorkItem
 from shared.errors import SequenceConflict
 from shared.settings import RoostSettings
@@ -248,3 +250,31 @@ async def test_everything_survives_a_broker_that_is_killed(nats_server: NatsServ
 def test_every_message_type_is_ours() -> None:
     """The subject table names message classes only, so that nothing untyped crosses the wire."""
     assert issubclass(StartTurn, Message)
+
+
+async def test_services_that_start_at_once_on_a_fresh_server_all_come_up(tmp_path: Path) -> None:
+    """While one makes a stream the server reserves its bytes for each other one that asks: they do not fit side by side."""
+    for number in range(6):
+        server = NatsServer(tmp_path / str(number))
+        server.start()
+        try:
+            settings = RoostSettings(nats_url=server.url)
+            connected = await asyncio.gather(*(Bus.connect(settings, f"b{each}") for each in range(12)))
+            await asyncio.gather(*(each.close() for each in connected))
+        finally:
+            server.stop()
+
+
+async def test_a_server_without_room_is_a_refusal_that_names_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a traceback of the NATS client: who runs a NATS server of their own must see what to raise."""
+    monkeypatch.setattr(bus_streams, "ROOM_WAIT_S", 0.3)
+    server = NatsServer(tmp_path / "small", max_file_store="2GB")
+    server.start()
+    try:
+        with pytest.raises(WireError, match=r"no room for SESSIONS \(8192 MiB\).*max_file_store") as refused:
+            await Bus.connect(RoostSettings(nats_url=server.url), "b")
+        assert refused.value.code is ErrorCode.OVERLOADED
+    finally:
+        server.stop()
