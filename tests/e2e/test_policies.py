@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.bench_turn import Results, cached_share
+from scripts.bench_turn import SESSIONS, Results, cached_share
 
 
 def test_residency_finds_what_round_robin_computes_again(models: Path) -> None:
     results = Results()
     for policy in ("residency", "round_robin"):
-        cached_share(models, policy, 5, results, engine="sim")
+        cached_share(models, policy, SESSIONS, results, engine="sim")
     print(results.checks)
     residency, round_robin = results.checks["cached_share_residency"], results.checks["cached_share_round_robin"]
     assert residency is not None and round_robin is not None
