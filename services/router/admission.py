@@ -25,6 +25,8 @@ FINAL_REFUSALS: Final = frozenset(
         ErrorCode.CONTEXT_LENGTH,
         ErrorCode.TOO_LARGE,
         ErrorCode.DEADLINE,
+        # Stopped: the worker heard the cancel that the router missed.
+        ErrorCode.CANCELLED,
     }
 )
 

@@ -9,7 +9,7 @@ from typing import Final
 from proto.fleet import ModelCard
 from proto.generate import Plan, Stage
 from services.router.holders import Holders
-from services.router.policies import Ask, Hold, Offer, Policy, Reach, predict
+from services.router.policies import Ask, Hold, Offer, Policy, Reach, predict, prefill_s
 from services.router.queue import Job
 from services.router.workers import WorkerLife
 
@@ -162,7 +162,8 @@ class Matcher:
             batch=life.batch,
         )
         is_blind = life.card is None or not self._holders.knows(life.worker_id)
-        return Offer(life.worker_id, life.room > 0, predicted, reach, is_blind)
+        delay = life.batch * prefill_s(life.pull.price, reach)
+        return Offer(life.worker_id, life.room > 0, predicted, delay, reach, is_blind)
 
 
 def block_tokens_of(card: ModelCard | None, tokens: int, keys: int) -> int:

@@ -57,19 +57,28 @@ def predict(price: WorkerPrice, reach: Reach, *, block_bytes: int, tokens_waitin
     """
     fetched = reach.fetched_blocks
     load = price.load_base_s + price.load_byte_s * block_bytes * fetched if fetched else 0.0
-    new = reach.new_tokens
-    prefill = price.prefill_base_s + new * (price.prefill_token_s + price.prefill_context_s * reach.prompt_tokens)
+    prefill = prefill_s(price, reach)
     step = price.decode_base_s + price.decode_stream_s * (batch + 1) + price.decode_context_s * reach.prompt_tokens
     return tokens_waiting * price.prefill_token_s + load + prefill + step
 
 
+def prefill_s(price: WorkerPrice, reach: Reach) -> float:
+    """Seconds of compute until the prompt's KV is whole."""
+    token_s = price.prefill_token_s + price.prefill_context_s * reach.prompt_tokens
+    return price.prefill_base_s + reach.new_tokens * token_s
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One worker that could take the generation, now or when it has room."""
+    """One worker that could take the generation, now or when it has room.
+
+    `delay_s` is what the streams that the worker has already would wait for this prompt, all together.
+    """
 
     worker_id: str
     has_room: bool
     predicted_s: float
+    delay_s: float
     reach: Reach
     is_blind: bool
 
@@ -97,7 +106,10 @@ Policy = Callable[[Ask], Offer | Hold | None]
 
 
 def residency(ask: Ask) -> Offer | Hold | None:
-    """The cheapest worker. A busy one is waited for as long as going elsewhere would cost more, within the patience."""
+    """The worker where it costs the least, to itself and to the streams there: computing again what lies elsewhere delays them.
+
+    A busy one is waited for as long as going elsewhere would cost more, within the patience.
+    """
     best = min(ask.offers, key=_cost)
     if best.has_room:
         return best
@@ -105,7 +117,7 @@ def residency(ask: Ask) -> Offer | Hold | None:
     if not free:
         return None
     here = min(free, key=_cost)
-    until = ask.queued_at + min(here.predicted_s - best.predicted_s, ask.patience_s_max)
+    until = ask.queued_at + min(_cost(here)[0] - _cost(best)[0], ask.patience_s_max)
     return here if ask.now >= until else Hold(best.worker_id, until)
 
 
@@ -118,7 +130,7 @@ def round_robin(ask: Ask) -> Offer | Hold | None:
 
 
 def _cost(offer: Offer) -> tuple[float, str]:
-    return offer.predicted_s, offer.worker_id
+    return offer.predicted_s + offer.delay_s, offer.worker_id
 
 
 POLICIES: dict[str, Policy] = {"residency": residency, "round_robin": round_robin}
