@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Final, TypeVar
 
 import nats.errors
@@ -99,11 +99,10 @@ class Bus:
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(wait_s * 1.5, 3.0)
                 client = bus._client = Client()
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(bus._client.close)
             await bus_streams.ensure(bus._client)
-        except BaseException:
-            await bus._client.close()
-            raise
+            undo.pop_all()
         return bus
 
     @property

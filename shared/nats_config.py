@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from shared.limits import PAYLOAD_BYTES_MAX
+
+# More than the streams and buckets reserve together (shared/streams.py, proto/subjects.py).
+MAX_FILE_STORE: Final = "20GB"
 
 # JetStream acknowledges before fsync unless told otherwise; "recorded before its effect is visible" needs `always`.
 # max_pending bounds what a slow reader may leave in the server, per connection.
@@ -18,11 +23,13 @@ jetstream {{
   store_dir: "{store}"
   sync_interval: always
   max_memory_store: 1GB
-  max_file_store: 20GB
+  max_file_store: {max_file_store}
 }}
 """
 
 
-def nats_config(*, host: str, port: int, store_dir: str) -> str:
+def nats_config(*, host: str, port: int, store_dir: str, max_file_store: str = MAX_FILE_STORE) -> str:
     """Text of a nats-server config file. `store_dir` is where sessions, turns and documents live."""
-    return TEMPLATE.format(host=host, port=port, store=store_dir, payload=PAYLOAD_BYTES_MAX)
+    return TEMPLATE.format(
+        host=host, port=port, store=store_dir, payload=PAYLOAD_BYTES_MAX, max_file_store=max_file_store
+    )

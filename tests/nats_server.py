@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import signal
 import socket
@@ -11,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from shared.nats_config import nats_config
+from shared.nats_config import MAX_FILE_STORE, nats_config
 
 START_S_MAX = 10.0
 
@@ -26,15 +25,15 @@ def free_port() -> int:
 class NatsServer:
     """One server. `stop` and `start` again keep port and store, as after a crash."""
 
-    def __init__(self, folder: Path, max_file_store: str | None = None) -> None:
+    def __init__(self, folder: Path, max_file_store: str = MAX_FILE_STORE) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self._config = folder / "nats.conf"
-        config = nats_config(host="127.0.0.1", port=self.port, store_dir=str(folder / "store"))
-        if max_file_store is not None:
-            config = re.sub(r"max_file_store: \w+", f"max_file_store: {max_file_store}", config)
+        config = nats_config(
+            host="127.0.0.1", port=self.port, store_dir=str(folder / "store"), max_file_store=max_file_store
+        )
         self._config.write_text(config)
         self._process: subprocess.Popen[bytes] | None = None
 

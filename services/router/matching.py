@@ -9,7 +9,7 @@ from typing import Final
 from proto.fleet import ModelCard
 from proto.generate import Plan, Stage
 from services.router.holders import Holders
-from services.router.policies import Ask, Hold, Offer, Policy, Reach, predict, prefill_s
+from services.router.policies import Ask, Hold, Offer, Policy, Reach, predict
 from services.router.queue import Job
 from services.router.workers import WorkerLife
 
@@ -154,7 +154,7 @@ class Matcher:
         reach = Reach(block_tokens, tokens, resident, fetched)
         if not _fits(life, -(-(tokens + GROWTH_TOKENS) // block_tokens), resident, block_tokens):
             return None
-        predicted = predict(
+        predicted_s, delay_s = predict(
             life.pull.price,
             reach,
             block_bytes=life.pull.block_bytes,
@@ -162,8 +162,7 @@ class Matcher:
             batch=life.batch,
         )
         is_blind = life.card is None or not self._holders.knows(life.worker_id)
-        delay = life.batch * prefill_s(life.pull.price, reach)
-        return Offer(life.worker_id, life.room > 0, predicted, delay, reach, is_blind)
+        return Offer(life.worker_id, life.room > 0, predicted_s, delay_s, reach, is_blind)
 
 
 def block_tokens_of(card: ModelCard | None, tokens: int, keys: int) -> int:

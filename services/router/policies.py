@@ -50,22 +50,20 @@ class Reach:
         return tuple(segments)
 
 
-def predict(price: WorkerPrice, reach: Reach, *, block_bytes: int, tokens_waiting: int, batch: int) -> float:
-    """Seconds to the first token at a worker, what it has to do before included, and one decode step of its batch.
+def predict(
+    price: WorkerPrice, reach: Reach, *, block_bytes: int, tokens_waiting: int, batch: int
+) -> tuple[float, float]:
+    """`predicted_s` and `delay_s` of an Offer.
 
-    The decode step makes equal workers differ by their load.
+    The first are seconds to the first token at a worker, what it has to do before included, and one decode step of its
+    batch, which makes equal workers differ by their load.
     """
     fetched = reach.fetched_blocks
     load = price.load_base_s + price.load_byte_s * block_bytes * fetched if fetched else 0.0
-    prefill = prefill_s(price, reach)
-    step = price.decode_base_s + price.decode_stream_s * (batch + 1) + price.decode_context_s * reach.prompt_tokens
-    return tokens_waiting * price.prefill_token_s + load + prefill + step
-
-
-def prefill_s(price: WorkerPrice, reach: Reach) -> float:
-    """Seconds of compute until the prompt's KV is whole."""
     token_s = price.prefill_token_s + price.prefill_context_s * reach.prompt_tokens
-    return price.prefill_base_s + reach.new_tokens * token_s
+    prefill = price.prefill_base_s + reach.new_tokens * token_s
+    step = price.decode_base_s + price.decode_stream_s * (batch + 1) + price.decode_context_s * reach.prompt_tokens
+    return tokens_waiting * price.prefill_token_s + load + prefill + step, batch * prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,11 @@ class Offer:
     delay_s: float
     reach: Reach
     is_blind: bool
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that all who are concerned wait."""
+        return self.predicted_s + self.delay_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def residency(ask: Ask) -> Offer | Hold | None:
     if not free:
         return None
     here = min(free, key=_cost)
-    until = ask.queued_at + min(_cost(here)[0] - _cost(best)[0], ask.patience_s_max)
+    until = ask.queued_at + min(here.cost_s - best.cost_s, ask.patience_s_max)
     return here if ask.now >= until else Hold(best.worker_id, until)
 
 
@@ -130,7 +133,7 @@ def round_robin(ask: Ask) -> Offer | Hold | None:
 
 
 def _cost(offer: Offer) -> tuple[float, str]:
-    return offer.predicted_s + offer.delay_s, offer.worker_id
+    return offer.cost_s, offer.worker_id
 
 
 POLICIES: dict[str, Policy] = {"residency": residency, "round_robin": round_robin}
