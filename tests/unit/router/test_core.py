@@ -6,11 +6,11 @@ import pytest
 
 from proto.errors import ErrorCode, ErrorReply
 from proto.fleet import ServiceState
-from proto.generate import CancelGenerate, GenerateAccepted, Stage, WorkOutcome
+from proto.generate import CancelGenerate, GenerateAccepted, RunningWork, Stage, WorkOutcome
 from proto.receipt import Source
 from services.router import events as ev
 from services.router.events import AssignOutcome
-from tests.unit.router.drive import MODEL, Driver, beat, card, generate, pull, running
+from tests.unit.router.drive import BLOCK, MODEL, Driver, beat, card, generate, pull, running
 
 
 def test_a_generation_waits_for_a_worker_and_goes_to_it() -> None:
@@ -193,6 +193,34 @@ def test_a_refusal_goes_elsewhere_and_a_final_one_to_the_loop() -> None:
     assert len(driver.sends) == 3
     driver.answered(driver.sends[2], AssignOutcome.REFUSED, ErrorReply(code=ErrorCode.BAD_GRAMMAR, message="no"))
     assert driver.said[-1] == ("g1", "bad_grammar")
+
+
+def test_a_cancel_that_only_the_worker_heard_ends_the_job() -> None:
+    """The message to the router was lost. The job does not go round the workers until its deadline."""
+    driver = Driver()
+    driver.pulls(pull("w1"), pull("w2"))
+    driver.submit(generate("g1"))
+    gone = ErrorReply(code=ErrorCode.CANCELLED, message="it was cancelled here")
+    driver.answered(driver.sends[0], AssignOutcome.REFUSED, gone)
+    driver.passes(3.0, alive=[pull("w1", seen=1), pull("w2")])
+    assert driver.said == [("g1", "cancelled")]
+    assert len(driver.sends) == 1 and driver.core.jobs.count == 0
+
+
+@pytest.mark.parametrize(("held", "goes_to"), [(46, "busy"), (20, "idle")])
+def test_prefix_is_weighed_against_the_streams_that_the_prefill_delays(held: int, goes_to: str) -> None:
+    """Holding few of the 50 blocks saves its own prompt a little, and costs each of the six streams the rest."""
+    wanted = generate("g1", 50 * BLOCK)
+    driver = Driver()
+    driver.knows("busy", wanted.keys[:held])
+    driver.knows("idle")
+    streams = tuple(
+        RunningWork(generation_id=f"other{number}", attempt=1, assignment_id=f"a{number}") for number in range(6)
+    )
+    driver.pulls(pull("busy", room=2, seen=6, running=streams), pull("idle", room=2))
+    driver.submit(wanted)
+    (sent,) = driver.sends
+    assert sent.worker_id == goes_to
 
 
 def test_an_unanswered_assignment_is_given_up_not_placed_twice() -> None:
