@@ -1,4 +1,4 @@
-"""Pure: every NATS subject once: its shape, who says it, who hears it, message and reply. docs/subjects.md is made from it."""
+"""Pure: every NATS subject once: its shape, who says it, who hears it, message and reply. docs/wire.md is made from it."""
 
 from __future__ import annotations
 

@@ -73,16 +73,26 @@ def errors() -> str:
 def settings() -> str:
     rows = []
     for kind in settings_classes():
-        for name, field in kind.model_fields.items():
-            if kind is not RoostSettings and name in RoostSettings.model_fields:
+        # A field is shown where it is declared: an inherited one is its base's.
+        for name in vars(kind).get("__annotations__", {}):
+            if name not in kind.model_fields:
                 continue
+            field = kind.model_fields[name]
             variable = min(variables_of(kind) & alias_names(kind, name), key=lambda text: not text.startswith("ROOST_"))
             default = (
                 "" if field.is_required() else str(field.default_factory() if field.default_factory else field.default)
             )  # type: ignore[call-arg]
-            owner = "all" if kind is RoostSettings else kind.__name__.removesuffix("Settings").lower()
-            rows.append((f"`{variable}`", owner, f"`{default}`" if default else "", comment_of(kind, name)))
+            rows.append((f"`{variable}`", readers_of(kind), f"`{default}`" if default else "", comment_of(kind, name)))
     return table(("variable", "read by", "default", "meaning"), rows)
+
+
+def readers_of(kind: type[RoostSettings]) -> str:
+    """Names of the services whose settings are of this kind."""
+    if kind is RoostSettings:
+        return "all"
+    services = (one for one in settings_classes() if one.__module__.startswith("services."))
+    readers = sorted(one.__name__ for one in services if issubclass(one, kind))
+    return ", ".join(name.removesuffix("Settings").lower() for name in readers)
 
 
 def alias_names(kind: type[RoostSettings], name: str) -> frozenset[str]:

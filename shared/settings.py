@@ -32,6 +32,7 @@ class RoostSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", populate_by_name=True)
 
+    # Where the nats-server is. `roost up` starts one of its own when this is not given.
     nats_url: str = Field(
         default="nats://127.0.0.1:4222", validation_alias=AliasChoices("ROOST_NATS_URL", "NATS_URL", "NATS_SERVER")
     )
@@ -40,9 +41,11 @@ class RoostSettings(BaseSettings):
     nats_password: SecretStr | None = None
     # Everything Roost keeps: models, KV, JetStream, logs, sockets.
     home: Path = Path("~/.roost")
+    # Name of a folder in `models` of the home: what workers serve, and whose tokenizer the loop uses.
     model: str = DEFAULT_MODEL
     # Stable name of this replica over its restarts, such as decode-0; made up when not given.
     instance: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    # Logs go to standard error, as JSON lines or for eyes.
     log_format: Literal["console", "json"] = "json"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Address of /metrics, /readyz and /livez of this process; port 0 takes any free one.

@@ -29,6 +29,7 @@ class WorkerSettings(RoostSettings):
     worker_threads: int | None = Field(default=None, ge=1)
     # Tokens of one block. All workers of a model and their kvstore must agree; smaller shares more and costs more calls.
     worker_block_tokens: int = Field(default=16, ge=1, le=256)
+    # Type of K and V in the pool and in frames; workers of different types share no blocks.
     worker_kv_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # Prompt tokens of one step while no stream runs. A claim, a cancel and a pull's numbers wait for the step in progress, and
     # a router gives an assignment up that is not answered in time, so a step must stay well below a second.
