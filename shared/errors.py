@@ -7,8 +7,12 @@ class RoostError(Exception):
     """Base of everything here."""
 
 
-class SettingsError(RoostError):
-    """A setting is malformed or unknown. The start stops."""
+class StartRefused(RoostError):
+    """With these settings and files no start can succeed, so it is not tried again."""
+
+
+class SettingsError(StartRefused):
+    """A setting is malformed or unknown."""
 
     def __init__(self, variable: str, problem: str) -> None:
         super().__init__(f"{variable}: {problem}")
@@ -23,7 +27,7 @@ class SequenceConflict(RoostError):
         self.subject, self.expected = subject, expected
 
 
-class ModelNotFound(RoostError):
+class ModelNotFound(StartRefused):
     """No model directory, checkpoint or package is known by this name."""
 
     def __init__(self, name: str, looked: tuple[str, ...]) -> None:

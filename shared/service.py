@@ -27,7 +27,7 @@ from proto.subjects import FLEET_PING, HEARTBEAT
 from shared import log as logs
 from shared.bus import Bus
 from shared.clock import Clock, RealClock
-from shared.errors import RoostError, SettingsError
+from shared.errors import RoostError, SettingsError, StartRefused
 from shared.limits import HEARTBEAT_S
 from shared.metrics import BUILD_INFO, Health, MetricsServer
 from shared.settings import RoostSettings, read_settings
@@ -165,6 +165,9 @@ class Service(Generic[SettingsType]):
                 raise self._fatal
             await self._drain()
             return EXIT_OK
+        except StartRefused as refused:
+            log.error("refused_to_start", error=str(refused))
+            return EXIT_SETTINGS
         except Exception:
             log.exception("fatal")
             return EXIT_BUG

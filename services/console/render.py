@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.table import Table
@@ -19,6 +19,8 @@ SOURCES: Final = ("resident", "ram", "nvme", "pool", "shipped", "computed")
 QUESTION: Final = "What is the capital of France?"
 # Whoever sets keys for the gateway must send one.
 KEYS_VARIABLE: Final = "ROOST_GATEWAY_API_KEYS"
+# The event of shared/service.py by which a service says why it will not start.
+REFUSED: Final = "refused_to_start"
 
 
 def services_table(shown: Mapping[str, Any], width: int) -> Table:
@@ -56,6 +58,14 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def why_refused(lines: Sequence[str]) -> str:
+    """The reason that a service gave in the last lines of its log; without one, the last three of them."""
+    for line in reversed(lines):
+        if REFUSED in line:
+            return str(json.loads(line)["error"]) if line.startswith("{") else line
+    return "\n  ".join(lines[-3:])
 
 
 def receipt_line(done: Mapping[str, Any], first_s: float | None, whole_s: float) -> str:

@@ -17,6 +17,7 @@ from proto.subjects import HEARTBEAT
 from services.console import control, processes
 from services.console.errors import ConsoleError
 from services.console.fleet import NATS, Finish, Fleet, Instruction, Kill, Phase, Start, Terminate, name_of
+from services.console.render import why_refused
 from services.console.scale import parse_scale
 from services.console.settings import GATEWAY_PORT, ConsoleSettings, gateway_address, names_own_nats
 from services.console.view import View
@@ -126,8 +127,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._finish.culprit is not None:
-            last = "\n  ".join(processes.tail(self.logs / f"{self._finish.culprit}.log", 3))
-            raise ConsoleError(f"{self._finish.culprit} refused to start:\n  {last}")
+            why = why_refused(processes.tail(self.logs / f"{self._finish.culprit}.log", 10))
+            raise ConsoleError(f"{self._finish.culprit} refused to start:\n  {why}")
         return self._finish.status
 
     def _sleep_s(self, now: float) -> float | None:

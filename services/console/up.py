@@ -60,7 +60,9 @@ def prepare_model(settings: ConsoleSettings) -> None:
     except ModelNotFound:
         # In a process of its own: this one stays without torch.
         command = [sys.executable, "-P", "-m", "shared.engine.convert"]
-        if subprocess.run(command, check=False).returncode != 0:
+        # Its progress bar is for a terminal.
+        quiet = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
+        if subprocess.run(command, check=False, env={**os.environ, **quiet}).returncode != 0:
             raise ConsoleError(f"the model {settings.model!r} could not be prepared (see above)") from None
 
 
@@ -86,6 +88,7 @@ def run_detached(settings: ConsoleSettings, scale: Iterable[str], without: Itera
 
 def _wait_ready(settings: ConsoleSettings, child: subprocess.Popen[bytes], said: Path, out: Console) -> None:
     deadline = time.monotonic() + settings.console_ready_s
+    late: list[str] = []
     with out.status("starting") as status:
         while time.monotonic() < deadline:
             if child.poll() is not None:
@@ -99,9 +102,12 @@ def _wait_ready(settings: ConsoleSettings, child: subprocess.Popen[bytes], said:
                 out.print(words, markup=False, soft_wrap=True)
                 return
             if shown is not None:
-                status.update(f"waiting for {', '.join(shown['late'])}")
+                late = shown["late"]
+                status.update(f"waiting for {', '.join(late)}")
             time.sleep(POLL_EVERY_S)
-    raise ConsoleError(f"not ready after {settings.console_ready_s:g} s; it goes on starting, see `roost ps`")
+    who = ", ".join(late) or "the supervisor"
+    seconds = f"{settings.console_ready_s:g} s"
+    raise ConsoleError(f"{who} not ready after {seconds}; starting goes on, see `roost ps` and `roost logs`")
 
 
 def own_name() -> str:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from shared.engine.loader import quiet_transformers
 from shared.engine.spec import ModelSpec
-from shared.errors import ModelNotFound
+from shared.errors import ModelNotFound, RoostError
 from shared.model_dir import (
     RECORD_NAME,
     ModelDirectory,
@@ -168,8 +169,8 @@ def _write_tokenizer(file: Path, out: Path) -> None:
     path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
-def main() -> None:
-    """The command line."""
+def main() -> int:
+    """The command line; the exit status."""
     parser = argparse.ArgumentParser(prog="python -P -m shared.engine.convert", description=make.__doc__)
     parser.add_argument(
         "--model", help=f"name, GGUF path or hub id; else ROOST_MODEL, which defaults to {DEFAULT_MODEL}"
@@ -179,14 +180,19 @@ def main() -> None:
     settings = read_settings(RoostSettings)
     model = arguments.model or settings.model
     console = Console()
-    with console.status(f"model {model}") as status:
-        if arguments.out is not None:
-            make(model, arguments.out.absolute(), say=status.update)
-            path = arguments.out.absolute()
-        else:
-            path = ensure_model(model, settings.home_path, say=status.update).path
+    try:
+        with console.status(f"model {model}") as status:
+            if arguments.out is not None:
+                make(model, arguments.out.absolute(), say=status.update)
+                path = arguments.out.absolute()
+            else:
+                path = ensure_model(model, settings.home_path, say=status.update).path
+    except (RoostError, OSError, ValueError) as wrong:
+        Console(stderr=True).print(str(wrong), markup=False, soft_wrap=True)
+        return 1
     console.print(f"{model}: {path}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,7 +17,7 @@ EngineKind = Literal["torch", "sim"]
 def create_engine(kind: EngineKind, model: ModelDirectory, options: EngineOptions) -> Engine:
     """An engine over a ready model directory. Takes seconds with `torch`: call it on the engine's own thread.
 
-    Raises UnsupportedModel, ValueError on a pool that holds no block, OSError on a directory that is no checkpoint.
+    Raises UnsupportedModel, PoolTooSmall, OSError on a directory that is no checkpoint.
     """
     match kind:
         case "torch":

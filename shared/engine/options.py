@@ -8,6 +8,7 @@ from proto.generate import WorkerPrice
 from shared.engine.batch import StepBudget
 from shared.engine.protocol import EngineInfo
 from shared.engine.spec import ModelSpec, block_bytes, body_shape
+from shared.errors import StartRefused
 from shared.limits import MIB
 from shared.model_dir import ModelDirectory
 
@@ -28,13 +29,21 @@ class EngineOptions:
     price: WorkerPrice = field(default_factory=WorkerPrice)
 
 
+class PoolTooSmall(StartRefused):
+    """The pool does not hold one block."""
+
+    def __init__(self, pool_bytes: int, block_bytes: int) -> None:
+        super().__init__(f"a pool of {pool_bytes} bytes does not hold one block of {block_bytes} bytes")
+        self.pool_bytes, self.block_bytes = pool_bytes, block_bytes
+
+
 def engine_info(model: ModelDirectory, options: EngineOptions) -> EngineInfo:
-    """What an engine over this model directory serves. Raises UnsupportedModel, or ValueError when the pool is too small."""
+    """What an engine over this model directory serves. Raises UnsupportedModel, PoolTooSmall."""
     spec = ModelSpec.from_config(model.config)
     size_bytes = block_bytes(spec, block_tokens=options.block_tokens, dtype=options.kv_dtype)
     blocks_total = options.pool_bytes // size_bytes
     if blocks_total < 1:
-        raise ValueError(f"a pool of {options.pool_bytes} bytes does not hold one block of {size_bytes} bytes")
+        raise PoolTooSmall(options.pool_bytes, size_bytes)
     return EngineInfo(
         model=model.name,
         fingerprint=model.fingerprint,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import RoostError
+from shared.errors import StartRefused
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -30,7 +30,7 @@ _UNSUPPORTED_ROPE = frozenset({"dynamic", "longrope"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-class UnsupportedModel(RoostError):
+class UnsupportedModel(StartRefused):
     """The model has `feature`, which the paged pool cannot hold."""
 
     def __init__(self, architecture: str, feature: str) -> None:

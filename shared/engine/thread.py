@@ -93,8 +93,10 @@ class EngineThread:
                 _settle(self._info, partial(self._info.set_exception, _ended()))
                 return
             self._idle = False
+        living = self._loop.run_in_executor(pool, self._live)
+        living.add_done_callback(self._settle_info)
         try:
-            await self._loop.run_in_executor(pool, self._live)
+            await living
             if self._bug is not None:
                 raise self._bug
         finally:
@@ -102,7 +104,7 @@ class EngineThread:
             pool.shutdown(wait=False)
 
     async def ready(self) -> EngineInfo:
-        """Wait until the engine is made. Raises WireError(UNAVAILABLE) if it ended instead."""
+        """Wait until the engine is made. Raises what went wrong, or WireError(UNAVAILABLE) if it was stopped."""
         return await asyncio.shield(self._info)
 
     async def stop(self) -> None:
@@ -209,7 +211,7 @@ class EngineThread:
                 waiting = [command.answer for command in self._commands]
                 self._commands.clear()
                 self._changed.notify_all()
-            for answer in (*waiting, self._info):
+            for answer in waiting:
                 self._tell(answer, partial(answer.set_exception, _ended()))
 
     def _wait_for_work(self, engine: Engine) -> bool:
@@ -242,6 +244,11 @@ class EngineThread:
         self._loop.call_soon_threadsafe(_settle, answer, settle)
 
     # -- on the loop, called by the thread
+
+    def _settle_info(self, living: asyncio.Future[None]) -> None:
+        """The thread has ended, or nobody waits for it any more. Whoever waits for the engine hears why there is none."""
+        cause = None if living.cancelled() else living.exception()
+        _settle(self._info, partial(self._info.set_exception, cause or _ended()))
 
     def _hand_over(self, events: list[EngineEvent]) -> None:
         with self._changed:

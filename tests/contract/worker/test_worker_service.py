@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
+
+from structlog.testing import capture_logs
 
 from proto.chat import Sampling
 from proto.errors import ErrorCode, WireError
 from proto.generate import Generated, GenerateFailed, Stage, TokensOut, Working, WorkOutcome
 from proto.receipt import Source
 from proto.residency import TierChange
+from services.decode.service import DecodeService
+from services.decode.settings import DecodeSettings
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
+from shared.service import EXIT_SETTINGS
 from tests.contract.worker.stand import Peer, Stand, Worker, promise, until
 from tests.nats_server import NatsServer
 from tests.tiny_model import prompt_of
@@ -232,6 +238,19 @@ async def test_it_pulls_for_a_new_router_and_after_nats_came_back(
             assert away.code is ErrorCode.UNAVAILABLE
             await asyncio.sleep(0.1)
     assert isinstance(await peer.end_of("g1"), Generated)
+
+
+async def test_a_pool_without_room_for_a_block_refuses_the_start(
+    nats_server: NatsServer, tmp_path: Path, tiny: Path
+) -> None:
+    """Another start would fail the same way, so the exit status says not to try again, and the log says why."""
+    settings = DecodeSettings(
+        nats_url=nats_server.url, home=tmp_path, model=str(tiny), worker_engine="sim", worker_pool_bytes=10
+    )
+    with capture_logs() as logs:
+        assert await DecodeService(settings).run() == EXIT_SETTINGS
+    (why,) = [entry["error"] for entry in logs if entry["event"] == "refused_to_start"]
+    assert "a pool of 10 bytes does not hold one block" in why
 
 
 async def test_with_the_real_router(stand: Stand, peer: Peer, nats_server: NatsServer) -> None:

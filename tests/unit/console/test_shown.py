@@ -14,7 +14,7 @@ from services.console import logs, processes
 from services.console.control import is_locked, lock
 from services.console.errors import ConsoleError
 from services.console.gateway_client import GatewayClient, error_text
-from services.console.render import duration, how_to, receipt_line, services_table
+from services.console.render import duration, how_to, receipt_line, services_table, why_refused
 from services.console.settings import gateway_address
 from services.console.supervisor import free_port
 
@@ -143,3 +143,13 @@ def test_what_a_gateway_refused_is_said_in_its_words() -> None:
     body = b'{"error": {"message": "too long", "param": "content"}}'
     assert error_text(400, body) == "too long (field content)"
     assert "502" in error_text(502, b"<html>") and "500" in error_text(500, b"[1]")
+
+
+def test_why_a_service_will_not_start() -> None:
+    """What it wrote to standard error before it had a log, its last word in the log, or what a crash left."""
+    assert (
+        why_refused(["gateway: ROOST_GATEWAY_PROT: unknown setting"]) == "gateway: ROOST_GATEWAY_PROT: unknown setting"
+    )
+    said = ['{"event": "starting"}', '{"error": "no model \'m\'", "event": "refused_to_start"}', '{"event": "stopped"}']
+    assert why_refused(said) == "no model 'm'"
+    assert why_refused(["a", "b", "c", "d"]) == "b\n  c\n  d"
