@@ -82,7 +82,7 @@ class ToolsAnswered(Message):
 
 
 class TurnClosed(Message):
-    """The turn is over. An aborted turn keeps what was delivered."""
+    """The turn is over. An aborted turn keeps what was delivered; one that failed before that leaves no tokens."""
 
     kind: Literal["turn_closed"] = "turn_closed"
     turn_id: Id

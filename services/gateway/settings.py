@@ -24,7 +24,7 @@ class GatewaySettings(RoostSettings):
     gateway_max_tokens: int = Field(default=1024, ge=1)
     # A comment is written on a silent stream after this time; proxies cut streams that are silent for longer.
     gateway_heartbeat_s: float = Field(default=8.0, gt=0, le=10)
-    # A client that takes nothing for this long is cut off.
+    # A client that takes nothing for this long is cut off; so is one whose request takes longer to arrive.
     gateway_stall_s: float = Field(default=30.0, gt=0, le=600)
     # Memory for events that one slow client has not taken yet; what does not fit is read back from the trail.
     gateway_reader_bytes: int = Field(default=256 * 1024, ge=16 * 1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable
@@ -30,6 +31,7 @@ API_PREFIX: Final = "/v1/"
 TENANT: Final = web.RequestKey("tenant", str)
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 BEGAN_AT: Final = web.RequestKey("began_at", float)
+BODY_WITHIN_S: Final = web.RequestKey("body_within_s", float)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=Body)
@@ -76,6 +78,7 @@ def make_app(kit: Kit) -> web.Application:
     async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = request_id_from(request.headers.get("X-Request-Id"), nonce())
         request[BEGAN_AT] = kit.clock.monotonic()
+        request[BODY_WITHIN_S] = kit.settings.gateway_stall_s
         with context(request=request[REQUEST_ID]):
             response = await _answered(kit, request, handler)
         resource = request.match_info.route.resource
@@ -135,5 +138,10 @@ _ROW_OTHER: Final = HttpError(400, "invalid_request_error", "bad_request")
 
 
 async def read_body(request: web.Request, kind: type[B], *, empty: bytes = b"") -> B:
-    """The body as a typed request. `empty` stands for no body. Raises WireError naming the field."""
-    return parse_body(await request.read() or empty, kind)
+    """The body as a typed request. `empty` stands for no body. Raises WireError naming the field, or HTTPRequestTimeout."""
+    try:
+        async with asyncio.timeout(request[BODY_WITHIN_S]):
+            body = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason="The body did not arrive in time") from None
+    return parse_body(body or empty, kind)

@@ -3,6 +3,8 @@
     opened -> ( turn_opened -> ( generated -> [tools_answered] )* -> turn_closed )*
 
 Every record's tokens are appended in log order, so the next prompt begins with the previous prompt and answer, always.
+A turn that failed before it was answered at all takes its tokens with it: a prompt that is over the window, or that nobody
+served in time, leaves the session as it was, and the caller can say something else or the same again.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class OpenTurn:
     """The turn that is running, as far as the log knows."""
 
     opened: TurnOpened
+    # How many tokens the session had before it.
+    begins_at: int
     steps: list[StepGenerated] = field(default_factory=list)
     answered: list[ToolsAnswered] = field(default_factory=list)
 
@@ -43,7 +47,7 @@ class OpenTurn:
 
     def followed_by(self, step: StepGenerated) -> OpenTurn:
         """The turn as it will be once `step` is in the log."""
-        return OpenTurn(self.opened, [*self.steps, step], self.answered)
+        return OpenTurn(self.opened, self.begins_at, [*self.steps, step], self.answered)
 
     @property
     def awaits_tools(self) -> bool:
@@ -81,7 +85,7 @@ class Session:
                 self.tokens.extend(tokens_of(body.spans))
             case TurnOpened():
                 assert self.opened is not None and self.turn is None, "one turn at a time"
-                self.turn = OpenTurn(body)
+                self.turn = OpenTurn(body, len(self.tokens))
                 self._messages = list(body.messages)
                 self.tokens.extend(tokens_of(body.spans))
             case StepGenerated():
@@ -95,6 +99,8 @@ class Session:
                 if body.final is not None:
                     self._take_step(body.final)
                 turn = self._turn_of(body.turn_id)
+                if body.error is not None and not turn.steps:
+                    del self.tokens[turn.begins_at :]
                 self._summaries.append(_summary(turn, self._messages, body))
                 self.closed[body.turn_id] = body
                 self.turn = None
@@ -143,6 +149,7 @@ class Session:
         assert self.turn is None or self.turn.opened.turn_id not in self.closed
         if self.turn is not None:
             assert 0 <= len(self.turn.steps) - len(self.turn.answered) <= 1
+            assert self.turn.begins_at <= len(self.tokens)
 
 
 def _summary(turn: OpenTurn, messages: list[ChatMessage], closed: TurnClosed | None) -> TurnSummary:

@@ -62,6 +62,18 @@ def test_typed_refusal(system: System, case: str) -> None:
     assert error["param"] == field and error["message"] and error["type"] and error["code"], error
 
 
+def test_a_turn_beyond_the_window_leaves_its_session_as_it_was(system: System) -> None:
+    """A file was pasted by mistake. The conversation goes on without it."""
+    session = Session(system.url)
+    session.turn("Hi", max_tokens=5)
+    before = session.describe()["token_count"]
+    body = json.dumps({"content": "w " * 20_000, "stream": False}).encode()
+    status, answer = call("POST", f"{system.url}/v1/sessions/{session.session_id}/turns", raw=body)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert session.describe()["token_count"] == before
+    assert "Paris" in session.turn("What is the capital of France?").text
+
+
 def test_nothing_was_disturbed(system: System) -> None:
     """After all of the above the system answers."""
     assert "Paris" in Session(system.url).turn("What is the capital of France?").text

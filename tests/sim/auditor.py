@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from proto.chat import FinishReason
-from proto.errors import ErrorCode
+from proto.errors import ErrorCode, ErrorReply
 from proto.residency import Tier
 from proto.sessions import StepGenerated, TurnClosed, TurnOpened
 from proto.turns import TurnDone, TurnFailed
@@ -79,15 +79,19 @@ def _equivalence(system: System, client: ClientNode, counts: dict[str, int]) -> 
     tokens: list[int] = []
     prompts: dict[str, tuple[int, ...]] = {}
     recorded: dict[str, list[int]] = {}
+    before = 0
     for record in system.logs.sessions[client.name]:
         match record.body:
             case TurnOpened() as opened:
+                before = len(tokens)
                 tokens += [token for span in opened.spans for token in span.tokens]
                 prompts[opened.turn_id] = tuple(tokens)
             case (StepGenerated() as step) | TurnClosed(final=StepGenerated() as step):
                 assert step.turn_id not in recorded, "one step was recorded twice"
                 recorded[step.turn_id] = list(step.tokens)
                 tokens += step.tokens
+            case TurnClosed(error=ErrorReply(), turn_id=turn_id) if turn_id not in recorded:
+                del tokens[before:]
             case _:
                 pass
     for turn in client.asked:

@@ -224,6 +224,17 @@ async def test_a_client_that_takes_nothing_is_cut_off_and_delays_nobody(
         writer.close()
 
 
+async def test_a_request_that_does_not_arrive_is_given_up(loop: ScriptedLoop, run_gateway: RunGateway) -> None:
+    """Half a body, then silence: an answer that says so, and the connection is closed."""
+    async with run_gateway(gateway_stall_s=0.3) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.service.port)
+        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{" % CHAT.encode())
+        answer = await asyncio.wait_for(reader.read(), 20.0)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"did not arrive in time" in answer
+    assert not loop.started
+
+
 async def test_metrics(api: Api) -> None:
     """The same registry as on the metrics port."""
     await api.call("POST", CHAT, chat())

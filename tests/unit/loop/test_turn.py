@@ -151,6 +151,29 @@ def test_a_prompt_beyond_the_window_is_refused_with_the_numbers() -> None:
     assert Drive(opened_log(prompt="1234"), context_tokens=5).request.sampling.max_tokens == 1
 
 
+def test_a_turn_that_failed_before_its_answer_leaves_the_session_as_it_was() -> None:
+    """A paste too long for the window: the next message is not refused because of it, and it is not in the prompt."""
+    first = Drive(opened_log(prompt="12"), context_tokens=20)
+    first.answer("Hello")
+    before = first.log.fold().tokens
+    log = first.log
+    log.append(turn_opened("t2", "x" * 30))
+    refused = Drive(log, context_tokens=20)
+    assert isinstance(refused.events[-1].body, TurnFailed)
+    session = log.fold()
+    assert session.tokens == before and session.describe().turns[-1].status == "failed"
+    log.append(turn_opened("t3", "short"))
+    assert list(Drive(log, context_tokens=20).request.tokens) == [*before, *tokens_of("short", ended=False)]
+
+
+def test_a_turn_that_failed_in_its_answer_keeps_what_was_said() -> None:
+    """What the caller has seen is part of the session, and so is the question."""
+    drive = Drive(opened_log())
+    drive.stream("Hel")
+    drive.say(GenerateFailed(error=ErrorReply(code=ErrorCode.BAD_GRAMMAR, message="no")))
+    assert drive.log.fold().tokens == [*tokens_of("Q", ended=False), *tokens_of("Hel", ended=False)]
+
+
 def test_a_tool_is_run_once_and_its_result_goes_on_the_log() -> None:
     """The call is recorded before it is run, the result before the model sees it."""
     drive = Drive(opened_log())
