@@ -11,7 +11,29 @@ from typing import Literal
 import structlog
 from structlog.typing import FilteringBoundLogger
 
+from shared.metrics import counter
+
 Logger = FilteringBoundLogger
+
+LINES_LOST = counter("roost_log_lines_lost_total", "Log lines that could not be written: a full disk, a closed pipe.")
+
+
+class _Lines:
+    """Writes lines to what is standard error when it is made. One that cannot be written is counted: no service ends of it."""
+
+    def __init__(self) -> None:
+        self._file = sys.stderr
+
+    def write(self, line: str) -> None:
+        """Write it now."""
+        try:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+        except OSError:
+            LINES_LOST.inc()
+
+    # The names by which structlog calls its innermost logger.
+    debug = info = warning = error = critical = write
 
 
 def configure(*, service: str, instance: str, form: Literal["console", "json"], level: str) -> None:
@@ -30,7 +52,7 @@ def configure(*, service: str, instance: str, form: Literal["console", "json"], 
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=_Lines,
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, instance=instance)

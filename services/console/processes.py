@@ -55,9 +55,16 @@ async def spawn(command: list[str], log_file: Path, environment: Mapping[str, st
 
 
 def rotate(log_file: Path, bytes_max: int) -> None:
-    """Copy a file that grew too large aside and empty it; its writer appends, so it goes on at the new end."""
+    """Copy a file that grew too large aside and empty it; its writer appends, so it goes on at the new end.
+
+    Where there is no room for a copy, there is none: emptying the file makes room.
+    """
     if log_file.exists() and log_file.stat().st_size > bytes_max:
-        shutil.copyfile(log_file, log_file.with_suffix(".log.1"))
+        aside = log_file.with_suffix(".log.1")
+        try:
+            shutil.copyfile(log_file, aside)
+        except OSError:
+            aside.unlink(missing_ok=True)
         os.truncate(log_file, 0)
 
 

@@ -76,6 +76,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._finish: Finish | None = None
+        self._bug: BaseException | None = None
         self._view: View  # set by run()
         self._began_at = time.monotonic()
         self._has_reported = False
@@ -114,6 +115,9 @@ class Supervisor:
             self._spawn(work)
         try:
             while self._finish is None:
+                if self._bug is not None:
+                    # Children end with this process: better all of it than a fleet that nobody starts again.
+                    raise self._bug
                 self._changed.clear()
                 self._report(time.monotonic())
                 try:
@@ -171,7 +175,8 @@ class Supervisor:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler({"message": "supervisor", "exception": bug})
+            self._bug = self._bug or bug
+            self._changed.set()
 
     # -- doing what the core says
 

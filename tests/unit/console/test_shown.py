@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_a_log_is_moved_aside_and_its_writer_goes_on_at_the_new_end(tmp_path: Pa
         writer.write(b"new\n")
     assert file.read_bytes() == b"new\n"
     assert (tmp_path / "decode-0.log.1").read_bytes() == b"old\n" * 100
+
+
+def test_a_log_that_cannot_be_copied_is_emptied_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full, of logs perhaps. Half a copy is not left there either."""
+
+    def no_room(_: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "decode-0.log"
+    file.write_bytes(b"old\n" * 100)
+    monkeypatch.setattr(processes.shutil, "copyfile", no_room)
+    processes.rotate(file, 100)
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("decode-0.log", 0)]
 
 
 def test_the_tail_of_a_log_is_bounded(tmp_path: Path) -> None:
