@@ -36,7 +36,7 @@ def call_grammar(tools: Sequence[ToolSpec], choice: ToolChoice) -> Grammar | Non
         return None
     if not tools:
         raise WireError(
-            ErrorCode.BAD_REQUEST, f"tool_choice is {choice.mode!r}, but there are no tools", field="tool_choice"
+            ErrorCode.BAD_REQUEST, "a tool call is asked for, but the session has no tools", field="tool_choice"
         )
     wanted = [tool for tool in tools if choice.name in (None, tool.name)]
     if not wanted:

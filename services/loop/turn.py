@@ -21,7 +21,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from proto.chat import FinishReason, Grammar, ToolChoice
-from proto.errors import RETRYABLE, ErrorCode, ErrorReply
+from proto.errors import RETRYABLE, ErrorCode, ErrorReply, WireError
 from proto.generate import Generated, GenerateEvent, GenerateFailed, TokensOut, Working
 from proto.receipt import StepReceipt
 from proto.sessions import StepGenerated, ToolsAnswered, TurnClosed
@@ -94,6 +94,8 @@ class TurnMachine:
         self._callers_tools = {tool.name for tool in self._opened.tools} - set(self._opened.server_tools)
         self._attempt = delivery * ATTEMPTS_PER_DELIVERY
         self._generation: Generation | None = None
+        # Of the step that is generated.
+        self._grammar: Grammar | None = None
         self._trail = Trail(self._turn.opened.turn_id, self._opened.session_id)
         self._results: tuple[ToolResult, ...] = ()
         self._cancelled = False
@@ -163,6 +165,10 @@ class TurnMachine:
         prompt = len(self._session.tokens)
         if prompt >= self._target.context_tokens:
             return self._fail(_too_long(prompt, self._target.context_tokens), now)
+        try:
+            self._grammar = self._wanted_grammar()
+        except WireError as impossible:
+            return self._fail(impossible.reply, now)
         number = self._turn.next_step
         text = self._make_text(f"{opened.turn_id}-{number}")
         self._generation = Generation(
@@ -185,10 +191,10 @@ class TurnMachine:
         reply_subject = self._reply_subject(generation.generation_id)
         # Silence may mean that another replica has the turn, whose attempts count more than ours ever will.
         confirm = [Confirm()] if generation.tries else []
-        return [*confirm, Submit(generation.submit(self._attempt, now, reply_subject, self._grammar()))]
+        return [*confirm, Submit(generation.submit(self._attempt, now, reply_subject, self._grammar))]
 
-    def _grammar(self) -> Grammar | None:
-        """The caller's grammar, or that of a forced call, which binds the first step only."""
+    def _wanted_grammar(self) -> Grammar | None:
+        """The caller's grammar, or that of a forced call, which binds the first step only. Raises WireError BAD_REQUEST."""
         opened = self._turn.opened
         if opened.forced and not self._turn.steps:
             return None

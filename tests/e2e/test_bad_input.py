@@ -74,6 +74,16 @@ def test_a_turn_beyond_the_window_leaves_its_session_as_it_was(system: System) -
     assert "Paris" in session.turn("What is the capital of France?").text
 
 
+@pytest.mark.parametrize("choice", ["required", {"name": "python"}], ids=["any", "named"])
+def test_a_forced_call_in_a_session_without_tools_is_refused_and_forgotten(system: System, choice: Any) -> None:
+    """The session is not locked by it."""
+    session = Session(system.url)
+    body = json.dumps({"content": "x", "stream": False, "tool_choice": choice}).encode()
+    status, answer = call("POST", f"{system.url}/v1/sessions/{session.session_id}/turns", raw=body)
+    assert status == 400 and answer["error"]["param"] == "tool_choice"
+    assert "Paris" in session.turn("What is the capital of France?").text
+
+
 def test_nothing_was_disturbed(system: System) -> None:
     """After all of the above the system answers."""
     assert "Paris" in Session(system.url).turn("What is the capital of France?").text

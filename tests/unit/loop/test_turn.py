@@ -166,6 +166,16 @@ def test_a_turn_that_failed_before_its_answer_leaves_the_session_as_it_was() -> 
     assert list(Drive(log, context_tokens=20).request.tokens) == [*before, *tokens_of("short", ended=False)]
 
 
+def test_a_forced_call_without_its_tool_fails_the_turn_and_frees_the_session() -> None:
+    """The refusal is on the log, so the next turn is not kept waiting by one that never ended."""
+    drive = Drive(opened_log(tool_choice=ToolChoice(mode="named", name="nosuch")))
+    body = drive.events[-1].body
+    assert isinstance(body, TurnFailed) and body.error.code is ErrorCode.BAD_REQUEST
+    assert body.error.field == "tool_choice.name" and not drive.told_of(Submit)
+    session = drive.log.fold()
+    assert session.turn is None and session.tokens == []
+
+
 def test_a_turn_that_failed_in_its_answer_keeps_what_was_said() -> None:
     """What the caller has seen is part of the session, and so is the question."""
     drive = Drive(opened_log())
