@@ -18,7 +18,7 @@ from services.console.gateway_client import GatewayClient
 from services.console.render import services_table
 from services.console.scale import parse_scale, replicas_of
 from services.console.settings import ConsoleSettings
-from services.console.up import run_detached, run_here
+from services.console.up import own_name, run_detached, run_here
 from shared.errors import RoostError
 from shared.settings import read_settings
 
@@ -114,18 +114,21 @@ def scale(words: Annotated[list[str], typer.Argument(metavar="SERVICE=COUNT...")
     """Change how many replicas of a service run."""
     parse_scale(words)
     _ask("scale", words=words)
+    _done(f"scaled to {' '.join(words)}; new replicas are starting, see `{own_name()} ps`")
 
 
 @app.command()
 def restart(replica: str) -> None:
     """Drain one replica and start it again."""
     _ask("restart", instance=replica)
+    _done(f"{replica} drains and starts again")
 
 
 @app.command()
 def kill(replica: str) -> None:
     """Send SIGKILL to one replica, to see what happens."""
     _ask("kill", instance=replica)
+    _done(f"{replica} was killed; it starts again by itself")
 
 
 @app.command()
@@ -138,6 +141,10 @@ def logs(
     ends = log_files.show(log_files.files_of(_settings().home_path / "logs", name), lines, typer.echo)
     if follow:
         log_files.follow(ends, typer.echo)
+
+
+def _done(text: str) -> None:
+    out.print(text, markup=False, soft_wrap=True)
 
 
 def _client(url: str | None) -> GatewayClient:

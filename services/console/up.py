@@ -93,7 +93,7 @@ def _wait_ready(settings: ConsoleSettings, child: subprocess.Popen[bytes], said:
         while time.monotonic() < deadline:
             if child.poll() is not None:
                 last = "\n".join(processes.tail(said, 10))
-                raise ConsoleError(f"it ended with {child.returncode}:\n{last}")
+                raise ConsoleError(f"the start ended ({child.returncode}):\n{last}")
             shown = _ask_ps(settings.home_path)
             if shown is not None and shown["ready"]:
                 out.print(f"Roost is ready after {shown['uptime_s']:.1f} s, in the background.", style="bold green")
