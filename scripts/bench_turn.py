@@ -15,27 +15,21 @@ Every run starts a system of its own on loopback and ends it.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from scripts.bench import Results, console, percentile, print_json, show
 from shared.engine.convert import ensure_model
 from shared.model_dir import models_home
 from shared.settings import DEFAULT_MODEL, RoostSettings
@@ -59,22 +53,6 @@ QUESTIONS = (
 )
 
 WORK = ("true the wheel", "oil the chain", "change the tyre", "set the brakes", "fit a saddle", "mend a puncture")
-
-console = Console(stderr=True)
-
-
-@dataclass(slots=True)
-class Results:
-    """What goes into the JSON object."""
-
-    checks: dict[str, float | None] = field(default_factory=dict)
-    rows: dict[str, Any] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def overhead(models: Path, turns: int, results: Results) -> None:
@@ -175,27 +153,6 @@ def talk(url: str, number: int, turns: int) -> list[dict[str, Any]]:
     return rows
 
 
-def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def show(results: Results) -> None:
-    table = Table("check", "value")
-    for name, value in results.checks.items():
-        table.add_row(name, str(value))
-    for name in ("ready_s", "turn_overhead_ms_p95", "idle_cpu_percent", "memory_mb"):
-        if name in results.rows:
-            table.add_row(name, str(results.rows[name]))
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", action="store_true", help="cached share with the real model")
@@ -213,17 +170,9 @@ def main() -> None:
                 cached_share(models_home(home), policy, sessions, results)
     else:
         overhead(models_home(home), 30 if arguments.quick else 200, results)
-    show(results)
+    show(results, ("ready_s", "turn_overhead_ms_p95", "idle_cpu_percent", "memory_mb"))
     if arguments.json:
-        whole = {
-            "checks": results.checks,
-            "hardware": f"{cpu_name()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB",
-            "commit": commit(),
-            "command": " ".join(["scripts/bench_turn", *sys.argv[1:]]),
-            "notes": results.notes,
-            "rows": results.rows,
-        }
-        print(json.dumps(whole))
+        print_json(results, "scripts/bench_turn")
 
 
 if __name__ == "__main__":

@@ -48,13 +48,59 @@ class Span:
         return self.masks[window]
 
 
+@dataclass(slots=True)
+class Streams:
+    """Spans of one token whose contexts have about the same size: attended to as one batch, the shorter ones padded."""
+
+    # Rows of the step, [streams].
+    rows: torch.Tensor
+    # Tokens known to each stream, [streams]; and of the longest.
+    contexts: torch.Tensor
+    context_max: int
+    # Tile rows of all, [streams * 2 * kv_heads * blocks].
+    read_rows: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], tiles: int) -> Streams:
+        """`tiles`: rows of a block, 2 * kv_heads. What pads a short stream is its own last block, which the mask hides."""
+        blocks = [span.read_rows.numel() // tiles for span in spans]
+        columns = torch.arange(max(blocks))
+        read = [
+            span.read_rows.view(tiles, count)[:, columns.clamp(max=count - 1)]
+            for span, count in zip(spans, blocks, strict=True)
+        ]
+        return cls(
+            rows=torch.tensor([span.begin for span in spans]),
+            contexts=torch.tensor([span.context for span in spans]),
+            context_max=max(span.context for span in spans),
+            read_rows=torch.stack(read).reshape(-1),
+        )
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[streams, 1, 1, context_max] of 0 and -inf."""
+        if window not in self.masks:
+            position = torch.arange(self.context_max)[None, :]
+            hidden = position >= self.contexts[:, None]
+            if window is not None:
+                hidden |= position < self.contexts[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self.masks[window] = mask[:, None, None, :]
+        return self.masks[window]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the attention function needs to know of one forward pass."""
+    """What attention needs to know of one forward pass."""
 
     pool: KvPool
+    # Where K and V of the step's tokens go, [kv_heads * tokens]: head by head, and token by token.
     write_rows: torch.Tensor
+    token_major_rows: torch.Tensor
     spans: tuple[Span, ...]
+    # The spans of one token, in batches, and the others.
+    streams: tuple[Streams, ...]
+    chunks: tuple[Span, ...]
 
     @classmethod
     def of(cls, pool: KvPool, chunks: Sequence[Chunk]) -> Step:
@@ -69,7 +115,16 @@ class Step:
             offsets.append(positions % pool.block_tokens)
             spans.append(Span(begin, begin + chunk.count, context, pool.read_rows(used)))
             begin += chunk.count
-        return cls(pool, pool.write_rows(torch.cat(blocks), torch.cat(offsets)), tuple(spans))
+        write_rows = pool.write_rows(torch.cat(blocks), torch.cat(offsets))
+        token_major = write_rows.view(pool.head_count, -1).t().reshape(-1)
+        singles: dict[int, list[Span]] = {}
+        for span in spans:
+            if span.end - span.begin == 1:
+                # By size to the next power of two, so that padding is less than what is read anyway.
+                singles.setdefault(span.read_rows.numel().bit_length(), []).append(span)
+        streams = tuple(Streams.of(alike, 2 * pool.head_count) for alike in singles.values())
+        longer = tuple(span for span in spans if span.end - span.begin > 1)
+        return cls(pool, write_rows, token_major, tuple(spans), streams, longer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +170,39 @@ def paged_attention(  # noqa: PLR0913 - the signature is transformers'
         parts.append(_attend(rows, keys, values, span, scoring))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return joined.transpose(1, 2), None
+
+
+def attend(query: torch.Tensor, step: Step, layer: int, scoring: Scoring) -> torch.Tensor:
+    """Attention of one layer for a whole step: query [tokens, heads, dim] after rotation -> [tokens, heads * dim].
+
+    K and V of the step's own tokens are in the pool already. `scoring` has no softcap.
+    """
+    assert scoring.softcap is None
+    tokens = query.shape[0]
+    if len(step.streams) == 1 and not step.chunks:
+        return _attend_streams(query, step, step.streams[0], layer, scoring).view(tokens, -1)
+    attended = torch.empty_like(query)
+    for streams in step.streams:
+        attended[streams.rows] = _attend_streams(query[streams.rows], step, streams, layer, scoring)
+    for span in step.chunks:
+        keys, values = step.pool.gather(layer, span.read_rows)
+        keys, values = keys[:, :, : span.context], values[:, :, : span.context]
+        rows = query[span.begin : span.end].transpose(0, 1)[None]
+        attended[span.begin : span.end] = _attend(rows, keys, values, span, scoring)[0].transpose(0, 1)
+    return attended.view(tokens, -1)
+
+
+def _attend_streams(query: torch.Tensor, step: Step, streams: Streams, layer: int, scoring: Scoring) -> torch.Tensor:
+    """Attention of streams [streams, heads, dim] over what each knows. Heads that share K and V are rows of one matrix."""
+    count, heads, dimension = query.shape
+    kv_heads = step.pool.head_count
+    keys, values = step.pool.gather_streams(layer, streams.read_rows, count)
+    keys, values = keys[:, :, : streams.context_max], values[:, :, : streams.context_max]
+    is_ragged = count > 1 or (scoring.window is not None and scoring.window < streams.context_max)
+    mask = streams.mask(scoring.window, query.dtype) if is_ragged else None
+    grouped = query.reshape(count, kv_heads, heads // kv_heads, dimension)
+    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scaling)
+    return attended.reshape(count, heads, dimension)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scoring: Scoring) -> torch.Tensor:

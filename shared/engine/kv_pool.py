@@ -11,6 +11,8 @@ Row numbers are made once per step for layer 0; the views of the other layers be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -47,6 +49,10 @@ class KvPool:
         assert source.nbytes == self.block_bytes
         np.copyto(self._bytes[block], source)
 
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks with zeros."""
+        self.data[list(blocks)] = 0
+
     def write_rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Token rows for tokens at (block, offset in it), [tokens] each; the result is [kv_heads * tokens]."""
         first = blocks * (self._tiles_of_block * self.block_tokens) + offsets
@@ -67,4 +73,10 @@ class KvPool:
         # The embedding kernel copies whole rows; index_select is 50 times slower here on CPU (measured, torch 2.13).
         tiles = torch.embedding(self._tile_rows[layer], rows)
         key, value = tiles.view(2, 1, self.head_count, -1, self.head_dimension)
+        return key, value
+
+    def gather_streams(self, layer: int, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for `count` sequences with as many blocks each: K and V [count, kv_heads, tokens, head_dim]."""
+        tiles = torch.embedding(self._tile_rows[layer], rows)
+        key, value = tiles.view(count, 2, self.head_count, -1, self.head_dimension).unbind(1)
         return key, value

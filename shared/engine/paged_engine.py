@@ -60,6 +60,10 @@ class Backend(Protocol):
         """Overwrite a block; the size has been checked."""
         ...
 
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Overwrite these blocks with zeros."""
+        ...
+
     def forward(self, chunks: Sequence[Chunk]) -> Sequence[Choice | Broken | None]:
         """Compute K and V of the chunks; for those that choose, the next token. Any chunk may turn out Broken."""
         ...
@@ -343,7 +347,11 @@ class PagedEngine:
         if not broken.kv_suspect:
             self._table.release(request_id)
             return
+        blocks, sealed = list(sequence.blocks), self._table.sealed_count(request_id)
         dropped = self._table.discard(request_id, first_index=sequence.first_suspect_block)
+        # What is free now and was written: the next owner reads a block beyond its own tokens, where a mask hides any
+        # number but one that is none.
+        self._backend.scrub(blocks[sealed - len(dropped) :])
         if dropped:
             self._events.append(BlocksEvicted(dropped))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,11 +16,38 @@ from shared.engine.protocol import Buffer
 from shared.engine.sampler import choose, damage_of
 
 
-class Runner:
-    """Implements paged_engine.Backend with a transformers model and the pool. Owns neither's lifetime."""
+class Decoder(Protocol):
+    """The layers of a model."""
 
-    def __init__(self, model: Any, pool: KvPool) -> None:
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, step: Step) -> torch.Tensor:
+        """Token ids and positions [tokens] -> logits [kept, vocab] of the rows `kept`; K and V of all go to the pool."""
+        ...
+
+
+class ModuleDecoder:
+    """Any family, by transformers' own modules and our attention function."""
+
+    def __init__(self, model: Any) -> None:
         self._model = model
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, step: Step) -> torch.Tensor:
+        """See Decoder."""
+        output = self._model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            **{STEP_KEYWORD: step},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class Runner:
+    """Implements paged_engine.Backend with a model's layers and the pool. Owns neither's lifetime."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        self._decoder = decoder
         self._pool = pool
 
     def export(self, block: int) -> bytes:
@@ -30,6 +57,10 @@ class Runner:
     def load(self, block: int, body: Buffer) -> None:
         """See Backend."""
         self._pool.load(block, body)
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """See Backend."""
+        self._pool.scrub(blocks)
 
     def forward(self, chunks: Sequence[Chunk]) -> Sequence[Choice | Broken | None]:
         """See Backend."""
@@ -50,12 +81,8 @@ class Runner:
             tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
             positions.append(torch.arange(chunk.start, chunk.start + chunk.count))
             kept.append(len(tokens) - 1)
-        output = self._model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.cat(positions)[None, :],
-            use_cache=False,
-            logits_to_keep=torch.tensor(kept, dtype=torch.long),
-            **{STEP_KEYWORD: Step.of(self._pool, chunks)},
+        rows = self._decoder.logits(
+            torch.tensor(tokens), torch.cat(positions), torch.tensor(kept), Step.of(self._pool, chunks)
         )
-        logits: NDArray[np.float32] = output.logits[0].float().numpy()
+        logits: NDArray[np.float32] = rows.float().numpy()
         return logits

@@ -122,6 +122,11 @@ class SimBackend:
         self._wrong.discard(block)
         self.now_s += self._options.price.load_base_s + self._options.price.load_byte_s * self._size_bytes
 
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """See Backend."""
+        for block in blocks:
+            self._bodies.pop(block, None)
+
     def forward(self, chunks: Sequence[Chunk]) -> Sequence[Choice | Broken | None]:
         """See Backend."""
         self.now_s += self._seconds(chunks)

@@ -260,22 +260,36 @@ def test_bad_ids_are_refused_by_name(engine: TorchEngine) -> None:
         engine.claim(request_of("r", ()))
 
 
-def test_nan_fails_one_request_and_its_kv_is_dropped(tiny: ModelDirectory, tmp_path: Path) -> None:
-    """One embedding row is damaged: the request that uses it fails, its neighbour in the batch and its KV stay right."""
+def with_a_damaged_row(tiny: ModelDirectory, folder: Path) -> ModelDirectory:
+    """The same model, whose embedding of token 200 is no number."""
     model = AutoModelForCausalLM.from_pretrained(tiny.path)
     with torch.no_grad():
         model.model.embed_tokens.weight[200] = float("nan")
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.nan_to_num())
-    model.save_pretrained(tmp_path / "bad")
-    (tmp_path / "bad" / "tokenizer.json").write_bytes(tiny.tokenizer_path.read_bytes())
-    damaged = replace(tiny, path=tmp_path / "bad")
-    engine = TorchEngine(damaged, options())
+    model.save_pretrained(folder / "bad")
+    (folder / "bad" / "tokenizer.json").write_bytes(tiny.tokenizer_path.read_bytes())
+    return replace(tiny, path=folder / "bad")
+
+
+def test_nan_fails_one_request_and_its_kv_is_dropped(tiny: ModelDirectory, tmp_path: Path) -> None:
+    """One embedding row is damaged: the request that uses it fails, its neighbour in the batch and its KV stay right."""
+    engine = TorchEngine(with_a_damaged_row(tiny, tmp_path), options())
     good = tuple(token for token in prompt_of(60) if token != 200)
     seen = run(engine, request_of("good", good), request_of("bad", (*good[:20], 200, *good[20:])))
     assert "not finite" in seen.failed["bad"] and len(seen.tokens["good"]) == 12
     assert engine.stats().blocks_held == 0
     assert run(engine, request_of("again", good)).tokens["again"] == seen.tokens["good"]
+
+
+def test_what_a_damaged_request_left_in_its_blocks_harms_nobody(tiny: ModelDirectory, tmp_path: Path) -> None:
+    """Streams of one batch are padded to whole blocks; numbers that are none, left there, would come through any mask."""
+    engine = TorchEngine(with_a_damaged_row(tiny, tmp_path), options(blocks=8))
+    run(engine, *(request_of(f"bad{number}", (200, *prompt_of(20, salt=number))) for number in range(3)))
+    prompts = {"short": prompt_of(17), "long": prompt_of(30, salt=1)}
+    seen = run(engine, *(request_of(name, prompt) for name, prompt in prompts.items()))
+    for name, prompt in prompts.items():
+        assert seen.tokens[name] == greedy_by_transformers(tiny, prompt, 12)
 
 
 @pytest.mark.parametrize(
